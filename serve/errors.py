@@ -1,0 +1,66 @@
+"""Every exception this project raises on purpose.
+
+ServeError
+ ├─ ConfigError           start-up: a flag, a model folder, the machine. One clear line, exit code 1.
+ ├─ RequestError          the caller's request is wrong or cannot be taken now (HTTP 4xx)
+ │   ├─ InvalidRequest      400: a field is wrong; `param` names it as a path
+ │   ├─ PromptTooLong       400: prompt (+ max_tokens) exceeds the context or the KV pool
+ │   ├─ ModelNotFound       404
+ │   └─ QueueFull           429: too much waiting; `retry_after_s` says when to come back
+ └─ EngineError           our failure (HTTP 5xx)
+     ├─ EngineDead          503: the engine process ended
+     └─ StepFailed          500: a step failed; its requests end, the others go on
+"""
+
+from __future__ import annotations
+
+
+class ServeError(Exception):
+    """Base of all errors above; `str(error)` is a sentence for a person."""
+
+
+class ConfigError(ServeError):
+    """Start-up cannot go on: names the flag or file, what is wrong, and what to do."""
+
+
+class RequestError(ServeError):
+    """The caller's fault: says what was sent, the limit, and what to do.
+
+    `param` is the path of the field at fault (`messages.0.content`), or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field of the request is wrong."""
+
+
+class PromptTooLong(RequestError):
+    """Prompt, or prompt plus `max_tokens`, does not fit the context or the KV pool."""
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served here."""
+
+
+class QueueFull(RequestError):
+    """Too much work is waiting."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(ServeError):
+    """The server's fault."""
+
+
+class EngineDead(EngineError):
+    """The engine process ended; nothing can be generated any more."""
+
+
+class StepFailed(EngineError):
+    """A step of the engine failed; the requests in it are over, the engine goes on."""

@@ -1,0 +1,148 @@
+"""What a model asks of a device: the operations, as data and protocols.
+
+Every implementation (reference, triton, cpu) has the same signatures; the plain-torch functions in
+`reference.py` define what they compute. Chosen once, in `select.py`, and handed to the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One step's raggedness: T tokens of R requests, rows with a single token first.
+
+    The `…_host` lists repeat the tensors for code that loops on the CPU.
+    """
+
+    query_start_loc: (
+        Tensor  # [R+1] int32; row i owns tokens query_start_loc[i]:query_start_loc[i+1]
+    )
+    seq_lens: Tensor  # [R] int32; KV length including this step's tokens
+    block_table: Tensor  # [R, max_blocks] int32; entries past a row's length are the null block 0
+    slot_mapping: Tensor  # [T] int64; block_id * block_size + offset, where each new K/V is written
+    num_decode_rows: int  # leading rows whose query_len is 1
+    max_query_len: int
+    max_seq_len: int
+    query_lens_host: list[int]
+    seq_lens_host: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a forward pass needs beside token ids; passed down, never global."""
+
+    kv: Sequence[Tensor]  # per layer, shaped by AttentionBackend.kv_shape
+    attention: AttentionMetadata
+    positions: Tensor  # [T] int64
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLimits:
+    """What an attention backend can do; None means anything."""
+
+    dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = None
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over a pool of KV blocks. Dim 0 of the cache is K/V, dim 1 the block; the
+    rest is the backend's own, so copy and swap code needs no layouts."""
+
+    name: str
+    limits: BackendLimits
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache."""
+
+    def write_kv(self, key: Tensor, value: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Store key and value [T, num_kv_heads, head_dim] at their slots."""
+
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of this step's tokens over their requests' blocks.
+
+        query: [T, num_heads, head_dim] → [T, num_heads, head_dim] in query's dtype.
+        window w: a token sees itself and the w - 1 before it. softcap c: scores become
+        c * tanh(score / c). sinks: [num_heads] fp32, one extra logit per head in the denominator.
+        Reads only positions below each row's seq_len.
+        """
+
+
+class RotaryFn(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the first `rotary_dim` of each head, halves paired (x[i] with x[i + rotary_dim/2]).
+
+        query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim];
+        cos_sin [max_len, rotary_dim] fp32: cos in the first half, sin in the second, attention
+        factor folded in. May work in place; use the returned tensors.
+        """
+
+
+class RmsNormFn(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dim, in fp32, returned in x's dtype.
+
+        x: [..., n]. `weight` [n] already holds any offset (Gemma's 1 + w is folded at load).
+        """
+
+
+class AddRmsNormFn(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (rms_norm(x + residual), x + residual)."""
+
+
+class GatedActFn(Protocol):
+    def __call__(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[T, 2n] → [T, n]: activation(first half) * second half; "silu" or "gelu_tanh"."""
+
+
+PackedLinear = Callable[[Tensor], Tensor]
+"""[T, in] → [T, out], in the input's dtype."""
+
+
+class PackLinearFn(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """Lay out weight [out, in] the way this device multiplies fastest. Called once per layer
+        after loading; the caller drops its own copy."""
+
+
+class CopyBlocksFn(Protocol):
+    def __call__(self, src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+        """dst[:, dst_ids] = src[:, src_ids] for one layer's cache; src and dst may be on different
+        devices. Ids are int64 on the CPU. Within one call all reads come before all writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One device's operations."""
+
+    name: str
+    attention: AttentionBackend
+    rms_norm: RmsNormFn
+    add_rms_norm: AddRmsNormFn
+    rotary: RotaryFn
+    gated_act: GatedActFn
+    pack_linear: PackLinearFn
+    copy_blocks: CopyBlocksFn

@@ -1,0 +1,145 @@
+"""The plain values that cross between the front (text, HTTP) and the engine (ids, tensors).
+
+Times are `time.monotonic()` seconds, which on one machine read the same in every process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from serve.sampling_params import SamplingParams
+
+
+class FinishReason(Enum):
+    """Why a request ended. STOP: an end token or stop string; LENGTH: `max_tokens` or the context."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# ---------------------------------------------------------------------------- front → engine
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Generate for one prompt. `request_id` is made by the front and never reused.
+
+    `sampling.max_tokens` is resolved (not None).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Forget these requests; unknown or finished ids are ignored. No delta answers an abort."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the engine. With `drain`, running and waiting requests finish first."""
+
+    drain: bool
+
+
+# ---------------------------------------------------------------------------- engine → front
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """The engine can take requests; what it measured and resolved at start."""
+
+    max_model_len: int
+    num_blocks: int  # usable device blocks, without the null block
+    block_size: int
+    num_host_blocks: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    attention_backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token itself, its rank (1 = best), and the n best."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """A finished request's history, for metrics and for `metrics` in the response."""
+
+    arrival_time: float
+    first_scheduled_time: float | None  # None: it never ran
+    first_token_time: float | None
+    finished_time: float
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one request gained in one step. The last one of a request has `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per token id, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # prompt positions 1.. scored in this step
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # with FinishReason.ERROR
+    times: RequestTimes | None = None  # with finish_reason
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state now (gauges) and since its start (`total_…`)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_blocks_used: int = 0  # referenced by live requests
+    num_blocks: int = 0
+    num_host_blocks_used: int = 0
+    num_host_blocks: int = 0
+    total_preemptions_recompute: int = 0
+    total_preemptions_swap: int = 0
+    total_prompt_tokens: int = 0  # each prompt token once, however often it was computed
+    total_generation_tokens: int = 0
+    step_tokens: list[int] = field(default_factory=list)  # size of each step since the last message
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Deltas of one retired step. `time` is when its tokens were known."""
+
+    deltas: list[TokenDelta]
+    stats: EngineStats
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """The last message of an engine that cannot go on. `is_config_error`: a start-up mistake."""
+
+    reason: str
+    is_config_error: bool = False
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+FromEngine = EngineReady | StepOutputs | EngineDied

@@ -1,0 +1,32 @@
+"""What the worker needs of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from serve.kernels.base import ForwardContext
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The KV shape of one attention layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class CausalModel(Protocol):
+    """A decoder over ragged steps. It knows neither requests nor blocks."""
+
+    vocab_size: int
+    max_position: int  # longest context the checkpoint claims, RoPE scaling included
+    cache_layers: list[LayerCache]  # one per entry of ForwardContext.kv
+
+    def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 → [T, hidden]; writes this step's K/V into ctx.kv."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] → [S, vocab] fp32."""

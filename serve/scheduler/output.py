@@ -1,0 +1,75 @@
+"""The plan of one step, and its result: everything the scheduler and the device tell each other.
+
+Plain frozen data, made by `Scheduler.schedule`, read by the worker and by `Scheduler.update`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from serve.messages import TokenLogprobs
+from serve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one block's contents. Which tiers `src` and `dst` index depends on the list it is in."""
+
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowData:
+    """A request that takes a row in this step: new, resumed after recompute, or swapped in."""
+
+    request_id: str
+    sampling: SamplingParams
+    token_ids: list[int]  # all known tokens: prompt, then what was sampled before
+    num_prompt_tokens: int
+    block_ids: list[int]  # the whole block table, this step's blocks included
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: tokens at positions start … start + num_tokens - 1.
+
+    `token_ids` are those the CPU knows: all `num_tokens`, or one fewer when the last of them was
+    sampled by a step still in flight (then the worker takes it from the row's last token).
+    `new_block_ids` are appended to the row's table (empty for requests admitted in this step).
+    `samples`: the share reaches the last known token, so a next token is drawn.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    token_ids: list[int]
+    new_block_ids: list[int]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """Everything the worker must do in one step, in this order: release rows, swap out, swap in,
+    copy, admit rows, run `scheduled` (write KV, attend, sample)."""
+
+    scheduled: list[ScheduledRequest]
+    admitted: list[RowData]
+    released: list[str]
+    swap_out: list[BlockCopy]  # device → host
+    swap_in: list[BlockCopy]  # host → device
+    copy: list[BlockCopy]  # device → device
+    num_scheduled_tokens: int
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.scheduled or self.released or self.swap_out or self.swap_in or self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, by request id; only requests that `samples` appear in `token_ids`."""
+
+    token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

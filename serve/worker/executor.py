@@ -1,0 +1,41 @@
+"""How plans reach devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve.scheduler.output import SchedulerOutput, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What the worker measured at start."""
+
+    num_blocks: int  # usable device blocks, without the null block
+    num_host_blocks: int
+    vocab_size: int
+    max_model_len: int
+    device: str
+    dtype: str
+    attention_backend: str
+
+
+class PendingTokens(Protocol):
+    """The result of a launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are known. Raises what the step raised."""
+
+
+class Executor(Protocol):
+    """Runs steps in the order they are given, as one FIFO of device work."""
+
+    def start(self) -> WorkerInfo:
+        """Load the model and allocate the cache. Raises ConfigError."""
+
+    def execute(self, plan: SchedulerOutput) -> PendingTokens:
+        """Launch a step. May return before it has run (CUDA) or after (CPU)."""
+
+    def close(self) -> None:
+        """Free the device."""
