@@ -97,7 +97,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     """Names clients may use for the model; default: the model argument."""
     api_key: tuple[str, ...] = ()
-    """Keys clients must send as a bearer token; also read from SERVE_LLM_API_KEY (comma separated)."""
+    """Keys clients must send as a bearer token; SERVE_LLM_API_KEY (comma separated) adds more."""
     chat_template: str | None = None
     """Jinja file (or text) used instead of the model's own chat template."""
     generation_config: Literal["auto", "none"] = "auto"

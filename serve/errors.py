@@ -1,7 +1,7 @@
 """Every exception this project raises on purpose.
 
 ServeError
- ├─ ConfigError           start-up: a flag, a model folder, the machine. One clear line, exit code 1.
+ ├─ ConfigError           start-up: a flag, a model folder, the machine. One line, exit code 1.
  ├─ RequestError          the caller's request is wrong or cannot be taken now (HTTP 4xx)
  │   ├─ InvalidRequest      400: a field is wrong; `param` names it as a path
  │   ├─ PromptTooLong       400: prompt (+ max_tokens) exceeds the context or the KV pool

@@ -12,7 +12,7 @@ from serve.sampling_params import SamplingParams
 
 
 class FinishReason(Enum):
-    """Why a request ended. STOP: an end token or stop string; LENGTH: `max_tokens` or the context."""
+    """Why a request ended. STOP: end token or stop string; LENGTH: `max_tokens` or the context."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -23,7 +23,7 @@ class SamplingParams:
 
     `top_k` 0 or -1 and `top_p` 1 mean off. `logprobs` n asks for the chosen token's log-probability
     and those of the n best; 0 gives the chosen one alone; None gives none.
-    `max_tokens` None means up to the context's end; the front resolves it before the engine sees it.
+    `max_tokens` None means up to the context's end; the front resolves it.
     Raises InvalidRequest, naming the field, for a value out of range.
     """
 

@@ -21,10 +21,10 @@ class AttentionMetadata:
     """
 
     query_start_loc: (
-        Tensor  # [R+1] int32; row i owns tokens query_start_loc[i]:query_start_loc[i+1]
+        Tensor  # [R+1] int32; row i owns tokens [i]:[i+1] of it
     )
     seq_lens: Tensor  # [R] int32; KV length including this step's tokens
-    block_table: Tensor  # [R, max_blocks] int32; entries past a row's length are the null block 0
+    block_table: Tensor  # [R, max_blocks] int32; null block 0 past a row's length
     slot_mapping: Tensor  # [T] int64; block_id * block_size + offset, where each new K/V is written
     num_decode_rows: int  # leading rows whose query_len is 1
     max_query_len: int
@@ -90,7 +90,7 @@ class RotaryFn(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rotate the first `rotary_dim` of each head, halves paired (x[i] with x[i + rotary_dim/2]).
+        """Rotate the first `rotary_dim` of each head, pairing x[i] with x[i + rotary_dim/2].
 
         query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim];
         cos_sin [max_len, rotary_dim] fp32: cos in the first half, sin in the second, attention
