@@ -3,21 +3,54 @@
 A field's docstring is its flag's help text, its default the only default. `None` and "auto" mean
 "decided at start"; what was decided is logged and passed on as data (`EngineReady`, limits), never
 written back here. This is the only file that reads the environment.
+
+Values that can never work are refused here, by flag name, so that the command line, a YAML file and
+a Python caller get the same ConfigError.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
+
+from serve.errors import ConfigError
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)?")
+_EXPONENT = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Count(int):
+    """A whole number that may be written with a suffix: 8k is 8000, 8K and 8KiB are 8192."""
+
+    def __new__(cls, value: int | str) -> Self:
+        """Raises ValueError for text that is no such number."""
+        if isinstance(value, int):
+            return super().__new__(cls, value)
+        match = _COUNT.fullmatch(value.strip())
+        if match is None:
+            raise ValueError(f"{value!r} is not a number such as 8192, 8k or 2GiB")
+        number, suffix = match.groups()
+        unit = 1
+        if suffix:
+            base = 1000 if suffix.islower() else 1024
+            unit = base ** _EXPONENT[suffix[0].lower()]
+        return super().__new__(cls, round(float(number) * unit))
+
+
+def _require(condition: bool, flag: str, value: object, accepted: str) -> None:
+    if not condition:
+        raise ConfigError(f"--{flag} {value} is not possible: it must be {accepted}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model, and how it is loaded."""
 
-    model: str | None = None
-    """Folder, .gguf file or hub id; None is the default model."""
+    model: str | None = field(default=None, kw_only=False)
+    """Folder, .gguf file or hub id; left out: SmolLM2-135M-Instruct, downloaded once."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -31,6 +64,17 @@ class ModelConfig:
     seed: int = 0
     """Seeds dummy weights and unseeded sampling."""
 
+    def __post_init__(self) -> None:
+        try:
+            asked = self.max_model_len_tokens()
+        except ValueError as error:
+            raise ConfigError(f"--max-model-len: {error}, nor auto.") from error
+        _require(asked is None or asked >= 1, "max-model-len", asked, "at least 1")
+
+    def max_model_len_tokens(self) -> int | None:
+        """`max_model_len` as a number of tokens; None for auto."""
+        return None if self.max_model_len == "auto" else Count(self.max_model_len)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -40,12 +84,24 @@ class CacheConfig:
     """Tokens per KV block."""
     gpu_memory_utilization: float = 0.9
     """Share of device memory the server may use (on a CPU: see kv_cache_memory_bytes)."""
-    kv_cache_memory_bytes: int | None = None
-    """Exact size of the KV pool in bytes; default: what the device leaves."""
+    kv_cache_memory_bytes: Count | None = None
+    """Exact size of the KV pool in bytes (2GiB works too); default: what the device leaves."""
     num_gpu_blocks_override: int | None = None
     """Exact number of usable KV blocks."""
     swap_space: float = 4.0
     """Host memory for swapped-out requests, in GiB; used when the preemption mode can swap."""
+
+    def __post_init__(self) -> None:
+        _require(self.block_size >= 1, "block-size", self.block_size, "at least 1")
+        share, pool, blocks = (
+            self.gpu_memory_utilization,
+            self.kv_cache_memory_bytes,
+            self.num_gpu_blocks_override,
+        )
+        _require(0 < share <= 1, "gpu-memory-utilization", share, "above 0 and at most 1")
+        _require(pool is None or pool > 0, "kv-cache-memory-bytes", pool, "above 0")
+        _require(blocks is None or blocks >= 1, "num-gpu-blocks-override", blocks, "at least 1")
+        _require(self.swap_space >= 0, "swap-space", self.swap_space, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +110,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     """Most requests running at once."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: Count | None = None
     """Token budget of a step; auto: 2048, or 8192 on GPUs of 70 GiB and more."""
     enable_chunked_prefill: bool = True
     """Split prompts across steps to share the budget with decodes; off: whole prompts only."""
@@ -62,6 +118,12 @@ class SchedulerConfig:
     """Wait this many times the last prompt step's duration before prefilling, to batch prompts."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     """What happens to a preempted request's KV: dropped, or copied to host memory and back."""
+
+    def __post_init__(self) -> None:
+        budget, delay = self.max_num_batched_tokens, self.scheduler_delay_factor
+        _require(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "at least 1")
+        _require(budget is None or budget >= 1, "max-num-batched-tokens", budget, "at least 1")
+        _require(delay >= 0, "scheduler-delay-factor", delay, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +136,10 @@ class DeviceConfig:
     """Attention kernels; auto picks the fastest that works here and logs why."""
     cpu_threads: int | None = None
     """Compute threads of the CPU backend; default: one per physical core we may use."""
+
+    def __post_init__(self) -> None:
+        threads = self.cpu_threads
+        _require(threads is None or threads >= 1, "cpu-threads", threads, "at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +177,25 @@ class ServerConfig:
     metrics_prefix: str = "serve_llm_"
     """Prefix of every metric; "vllm:" gives vLLM's exact names."""
 
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, "port", self.port, "between 0 and 65535")
+        timeout, prefix = self.shutdown_timeout, self.metrics_prefix
+        _require(timeout >= 0, "shutdown-timeout", timeout, "0 or more seconds")
+        _require(
+            re.fullmatch(r"[A-Za-z_:][A-Za-z0-9_:]*", prefix) is not None,
+            "metrics-prefix",
+            repr(prefix),
+            "letters, digits, _ and :, not beginning with a digit",
+        )
+
 
 def api_keys_from_environment() -> tuple[str, ...]:
     """Keys in SERVE_LLM_API_KEY, comma separated."""
     return tuple(k.strip() for k in os.environ.get("SERVE_LLM_API_KEY", "").split(",") if k.strip())
+
+
+def cache_folder() -> Path:
+    """Where downloaded models are kept: SERVE_LLM_CACHE, or our part of the user's cache."""
+    if own := os.environ.get("SERVE_LLM_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "serve-llm"
