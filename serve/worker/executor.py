@@ -16,6 +16,7 @@ class WorkerInfo:
     num_host_blocks: int
     vocab_size: int
     max_model_len: int
+    max_num_batched_tokens: int  # token budget of a step, resolved
     device: str
     dtype: str
     attention_backend: str
