@@ -166,8 +166,20 @@ class ServerConfig:
     """Keys clients must send as a bearer token; SERVE_LLM_API_KEY (comma separated) adds more."""
     chat_template: str | None = None
     """Jinja file (or text) used instead of the model's own chat template."""
+    trust_request_chat_template: bool = False
+    """Allow a request to bring its own chat template (run in a sandbox)."""
+    public_metrics: bool = False
+    """Serve /metrics without an API key."""
+    allowed_origins: tuple[str, ...] = ("*",)
+    """Origins whose web pages may call the server (CORS)."""
+    max_request_bytes: int = 16 * 2**20
+    """Largest request body; larger ones are refused with 413."""
+    max_logprobs: int = 20
+    """Most alternatives per token that a request may ask for in logprobs."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: sampling defaults come from the model's generation_config.json."""
+    timeout_keep_alive: int = 120
+    """Seconds an idle connection stays open; longer than clients' pools keep theirs (about 60)."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests may still take after SIGTERM."""
     disable_log_requests: bool = False
@@ -179,7 +191,12 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "between 0 and 65535")
+        size, logprobs = self.max_request_bytes, self.max_logprobs
+        _require(size >= 1024, "max-request-bytes", size, "at least 1024")
+        _require(logprobs >= 0, "max-logprobs", logprobs, "0 or more")
         timeout, prefix = self.shutdown_timeout, self.metrics_prefix
+        idle = self.timeout_keep_alive
+        _require(idle >= 1, "timeout-keep-alive", idle, "at least 1 second")
         _require(timeout >= 0, "shutdown-timeout", timeout, "0 or more seconds")
         _require(
             re.fullmatch(r"[A-Za-z_:][A-Za-z0-9_:]*", prefix) is not None,
