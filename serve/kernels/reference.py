@@ -1,0 +1,216 @@
+"""What every kernel computes, in plain torch: the tests' oracle and a backend for any device.
+
+Written for clarity first. Sums in fp32 are arranged so that one token's result does not depend on
+which requests share its step nor on how its prompt was cut into chunks: attention runs request by
+request on tiles of fixed size, and linear layers use a matrix product whose rows do not depend on
+their number. On CPUs that holds bit for bit, which lets tests compare whole runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve.kernels.base import (
+    AttentionMetadata,
+    BackendLimits,
+    Kernels,
+    PackedLinear,
+)
+
+_ROW_TILE = 16  # BLAS picks other code, with other rounding, for fewer rows or columns than this
+_KEY_TILE = 128  # and cuts sums of more terms than this at places of its own choice
+
+
+class ReferenceAttention:
+    """Gathers each request's blocks, then softmax(scale * q k^T) v.
+
+    Cache layout: [2, num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    name = "reference"
+    limits = BackendLimits()
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, num_kv_heads, head_dim)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        slots = kv.view(2, -1, *kv.shape[3:])
+        slots[0].index_copy_(0, slot_mapping, key.to(kv.dtype))
+        slots[1].index_copy_(0, slot_mapping, value.to(kv.dtype))
+
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        output = torch.zeros_like(query)
+        start = 0
+        for row, query_len in enumerate(meta.query_lens_host):
+            seq_len = meta.seq_lens_host[row]
+            key, value = _gather(kv, meta.block_table[row], seq_len)
+            output[start : start + query_len] = _attend_one(
+                query[start : start + query_len].float(),
+                key,
+                value,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            start += query_len
+        return output
+
+
+def _gather(kv: Tensor, block_ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """One request's keys and values, fp32 [num_kv_heads, seq_len, head_dim] each."""
+    num_blocks = -(-seq_len // kv.shape[2])
+    blocks = kv[:, block_ids[:num_blocks].long()]
+    tokens = blocks.flatten(1, 2)[:, :seq_len].float()
+    key, value = tokens.transpose(1, 2)
+    return key, value
+
+
+def _attend_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One request: fp32 query [L, num_heads, head_dim] at the last L of the S positions of key and
+    value [num_kv_heads, S, head_dim]. Returns [L, num_heads, head_dim]."""
+    query_len, num_heads, head_dim = query.shape
+    num_kv_heads, seq_len, _ = key.shape
+    group = num_heads // num_kv_heads
+    key, value = _pad_rows(key), _pad_rows(value)
+
+    # The query heads that share a KV head are rows of one product: [num_kv_heads, L * group, …].
+    rows = query.view(query_len, num_kv_heads, group, head_dim).transpose(0, 1)
+    scores = _pad_rows(rows.reshape(num_kv_heads, -1, head_dim)) @ key.transpose(1, 2)
+    scores = scores[:, : query_len * group].view(num_kv_heads, query_len, group, -1) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = _hidden(query_len, seq_len, key.shape[1], window, query.device)
+    scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
+    weights = _softmax(scores, sinks).view(num_kv_heads, query_len * group, -1)
+
+    weights = _pad_rows(weights)
+    output = torch.zeros(num_kv_heads, weights.shape[1], head_dim, device=query.device)
+    for start in range(0, key.shape[1], _KEY_TILE):
+        tile = slice(start, start + _KEY_TILE)
+        output += weights[:, :, tile] @ value[:, tile]
+    output = output[:, : query_len * group].view(num_kv_heads, query_len, group, head_dim)
+    return output.transpose(0, 1).reshape(query_len, num_heads, head_dim)
+
+
+def _pad_rows(matrices: Tensor) -> Tensor:
+    """[…, n, m] with zero rows added up to a multiple of the tile."""
+    return F.pad(matrices, (0, 0, 0, -matrices.shape[-2] % _ROW_TILE))
+
+
+def _hidden(
+    query_len: int, seq_len: int, padded_len: int, window: int | None, device: torch.device
+) -> Tensor:
+    """[query_len, padded_len]: which positions a token must not see."""
+    query_position = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key_position = torch.arange(padded_len, device=device)[None, :]
+    hidden = key_position > query_position
+    if window is not None:
+        hidden |= key_position <= query_position - window
+    return hidden
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dim of [num_kv_heads, L, group, S]; a sink only enlarges the denominator."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.float().view(scores.shape[0], 1, scores.shape[2], 1).expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotary(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim]; cos, sin [T, 1, rotary_dim / 2] fp32."""
+    half = cos.shape[-1]
+    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+def gated_act(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    raise ValueError(f"unknown activation {activation!r}; known: silu, gelu_tanh")
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """oneDNN's own weight layout for fp32 on a CPU, F.linear otherwise.
+
+    With the packed layout a row's result is the same bit for bit whatever the number of rows, and
+    F.linear's is not below about 16 rows.
+    """
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return partial(F.linear, weight=weight, bias=bias)
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = multiply(x, packed, bias, "none", [], "")
+        return result
+
+    return linear
+
+
+def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    # Indexing makes a copy of the source blocks, so src and dst may be one tensor.
+    blocks = src[:, src_ids.to(src.device)].to(dst.device)
+    dst.index_copy_(1, dst_ids.to(dst.device), blocks)
+
+
+def kernels() -> Kernels:
+    """The reference operations."""
+    return Kernels(
+        name="reference",
+        attention=ReferenceAttention(),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary=rotary,
+        gated_act=gated_act,
+        pack_linear=pack_linear,
+        copy_blocks=copy_blocks,
+    )

@@ -1,0 +1,98 @@
+"""Which kernels run on a device: decided once, with the reason as a sentence for the log."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from serve.errors import ConfigError
+from serve.kernels import reference
+from serve.kernels.base import BackendLimits, Kernels
+
+
+def select_kernels(
+    device_type: str,
+    override: str,
+    *,
+    dtype: torch.dtype,
+    head_dims: set[int],
+    block_size: int,
+    num_threads: int | None = None,
+) -> tuple[Kernels, str]:
+    """The kernels for a device ("cpu" or "cuda") and one sentence that says why these.
+
+    `override` is the user's choice (`--attention-backend`), or "auto". Raises ConfigError when the
+    choice cannot serve this device, dtype, head dims or block size.
+    """
+    candidates: dict[str, Callable[[], Kernels]] = {
+        "cpu": lambda: _cpu(device_type, num_threads),
+        "triton": lambda: _triton(device_type),
+        "reference": reference.kernels,
+    }
+    if override != "auto" and override not in candidates:
+        raise ConfigError(
+            f"--attention-backend {override}: no such backend; choose from auto, "
+            + ", ".join(sorted(candidates))
+        )
+    if override != "auto":
+        kernels = candidates[override]()
+        _check(kernels, dtype, head_dims, block_size)
+        return kernels, f"{kernels.name} kernels, because --attention-backend asks for them"
+
+    preferred = "triton" if device_type == "cuda" else "cpu"
+    try:
+        kernels = candidates[preferred]()
+        _check(kernels, dtype, head_dims, block_size)
+    except ConfigError as reason:
+        return reference.kernels(), f"reference kernels (plain torch, slower), because {reason}"
+    return kernels, f"{kernels.name} kernels, the fastest for device {device_type}"
+
+
+def _cpu(device_type: str, num_threads: int | None) -> Kernels:
+    if device_type != "cpu":
+        raise ConfigError(f"the cpu kernels cannot run on device {device_type}")
+    kernels: Kernels = _load("serve.kernels.cpu", "cpu_kernels")(num_threads=num_threads)
+    return kernels
+
+
+def _triton(device_type: str) -> Kernels:
+    if device_type != "cuda":
+        raise ConfigError(
+            f"the triton kernels need a GPU, and the device is {device_type}; "
+            "choose --attention-backend reference"
+        )
+    kernels: Kernels = _load("serve.kernels.triton", "triton_kernels")()
+    return kernels
+
+
+def _load(module_name: str, name: str) -> Callable[..., Kernels]:
+    """Import lazily: triton needs a GPU machine's packages, the cpu kernels a compiler."""
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{module_name} cannot be imported ({error})") from error
+    factory: Callable[..., Kernels] | None = getattr(module, name, None)
+    if factory is None:
+        raise ConfigError(f"{module_name} has no kernels in this installation")
+    return factory
+
+
+def _check(kernels: Kernels, dtype: torch.dtype, head_dims: set[int], block_size: int) -> None:
+    """Raises ConfigError naming what the backend cannot do."""
+    limits: BackendLimits = kernels.attention.limits
+    dtype_name = str(dtype).removeprefix("torch.")
+    if limits.dtypes is not None and dtype_name not in limits.dtypes:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not support dtype {dtype_name} "
+            f"(they do: {', '.join(limits.dtypes)})"
+        )
+    if limits.head_dims is not None and not head_dims <= set(limits.head_dims):
+        unknown = sorted(head_dims - set(limits.head_dims))
+        raise ConfigError(f"the {kernels.name} kernels do not support head size {unknown}")
+    if limits.block_sizes is not None and block_size not in limits.block_sizes:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not support --block-size {block_size} "
+            f"(they do: {', '.join(map(str, limits.block_sizes))})"
+        )
