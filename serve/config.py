@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from serve.errors import ConfigError
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)?")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)?", re.ASCII)
 _EXPONENT = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 

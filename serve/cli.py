@@ -1,0 +1,132 @@
+"""The command `serve-llm`: flags made from the config dataclasses, then the server.
+
+Exit codes: 0 a clean end, 1 the server could not start or its engine died, 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
+from cyclopts.config import Dict
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
+
+from serve import __version__
+from serve.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from serve.errors import ConfigError
+
+_DESCRIPTION = """An LLM server that speaks OpenAI's API.
+
+`serve-llm serve` serves the default model on http://127.0.0.1:8000; `serve-llm serve --help` lists
+every setting.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    app = _app()
+    try:
+        command, bound, _ = app.parse_args(
+            sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
+        )
+    except (CycloptsError, ConfigError) as error:
+        return _fail(error, exit_code=2)
+    try:
+        exit_code: int | None = command(*bound.args, **bound.kwargs)
+    except ConfigError as error:
+        return _fail(error, exit_code=1)
+    return exit_code or 0  # --help and --version return None
+
+
+def _app() -> App:
+    app = App(
+        name="serve-llm",
+        help=_DESCRIPTION,
+        version=__version__,
+        config=_merge_file,
+        result_action=None,
+    )
+    # A third of 80 columns, cyclopts' own choice, would break the longest flag in two.
+    names = ColumnSpec(renderer=NameRenderer(max_width=30), max_width=30, style="cyclopts.name")
+    help_page = DefaultFormatter(column_specs=(names, ColumnSpec(renderer=DescriptionRenderer())))
+    app.command(serve, help_formatter=help_page)
+    return app
+
+
+def _flags(title: str, order: int) -> Parameter:
+    """How one config dataclass appears on the command line: its fields, flat, under a heading."""
+    return Parameter(
+        name="*", group=Group(title, sort_key=order), consume_multiple=True, negative_iterable=()
+    )
+
+
+def serve(
+    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    *,
+    server: Annotated[ServerConfig, _flags("Server", 2)] = ServerConfig(),
+    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+    config: Annotated[Path | None, Parameter(group=Group("More", sort_key=6))] = None,
+) -> int:
+    """Serve a model over HTTP.
+
+    MODEL is a Hugging Face folder, a .gguf file or a hub id. Flags beat the --config file, which
+    beats the defaults.
+
+    Parameters
+    ----------
+    config
+        YAML file of flags without their dashes (`port: 9000`, `api-key: [a, b]`).
+    """
+    from serve.server import run_server  # late: --help need not wait for torch
+
+    engine = EngineConfig(model=model, cache=cache, scheduler=scheduler, device=device)
+    return run_server(engine, server)
+
+
+def _merge_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Fill what the command line left open from the file that --config names."""
+    given = next((a.tokens for a in arguments if a.name == "--config"), [])
+    if given:
+        path = given[-1].value
+        Dict(_read_flags(Path(path)), source=path, use_commands_as_keys=False)(
+            app, commands, arguments
+        )
+
+
+def _read_flags(path: Path) -> dict[str, Any]:
+    try:
+        flags = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: is not valid YAML ({reason}).") from error
+    if flags is None:
+        return {}
+    if not isinstance(flags, dict) or not all(isinstance(key, str) for key in flags):
+        raise ConfigError(f"--config {path}: must hold `flag: value` lines, such as `port: 9000`.")
+    if "config" in flags:
+        raise ConfigError(f"--config {path}: a file cannot name another config file.")
+    return flags
+
+
+def _fail(error: Exception, *, exit_code: int) -> int:
+    sys.stderr.write(f"serve-llm: {' '.join(str(error).split())}\n")
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The server process from start to end: what runs, what stops it, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from serve import logs
+from serve.api.app import create_app
+from serve.api.metrics import Metrics
+from serve.config import EngineConfig, ServerConfig
+from serve.engine.async_engine import AsyncEngine
+from serve.engine.process import ProcessClient
+from serve.engine.tokenizer import Tokenizer
+from serve.errors import ConfigError
+from serve.hub import find_model
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 4096  # connections that may wait to be accepted; the kernel may cap it
+_MAX_OPEN_FILES = 1 << 20
+_FEW_OPEN_FILES = 4096
+# After the engine's death /health answers 503 this long, so that probes see it and clients get
+# their errors before connections are refused.
+_DEATH_NOTICE_S = 3.0
+_CLOSE_CONNECTIONS_S = 5  # for answers already written to leave through slow connections
+
+
+def run_server(config: EngineConfig, server: ServerConfig) -> int:
+    """Serve until a signal (returns 0) or the engine's death (returns 1).
+
+    Raises ConfigError when it cannot start.
+    """
+    logs.configure(server.log_level)
+    # Until the event loop takes over, SIGTERM ends a download or a load as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with _bind(server.host, server.port) as listener:
+            _raise_file_limit()
+            path = find_model(config.model.model, config.model.revision)
+            return uvloop.run(_Server(config, server, path, listener).run())
+    except KeyboardInterrupt:
+        logger.info("stopped before the server was ready")
+        return 0
+
+
+class _Server:
+    """One run of the server; owns the engine, the HTTP server and the stop signals."""
+
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, model_path: Path, listener: socket.socket
+    ) -> None:
+        self._config = server
+        self._listener = listener
+        self._metrics = Metrics(server.metrics_prefix)
+        self._engine = AsyncEngine(
+            ProcessClient(config, model_path), Tokenizer(model_path), self._metrics
+        )
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, self._stop.set)
+        try:
+            if not await self._before_stop(asyncio.create_task(self._engine.start())):
+                return 0
+            return await self._serve()
+        finally:
+            await self._engine.close()
+
+    async def _serve(self) -> int:
+        http = _HttpServer(
+            uvicorn.Config(
+                create_app(self._engine, self._config, self._metrics),
+                http="httptools",
+                log_config=None,
+                access_log=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=self._config.timeout_keep_alive,
+                timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+            )
+        )
+        self._listener.listen(_BACKLOG)  # from here on clients may connect: the log can say so
+        self._announce()
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        try:
+            return await self._until_the_end()
+        finally:
+            http.should_exit = True
+            await serving
+
+    async def _until_the_end(self) -> int:
+        died = asyncio.create_task(self._engine.wait_dead())
+        if await self._before_stop(died):
+            logger.error("the engine died: %s", died.result())
+            await self._before_stop(asyncio.create_task(asyncio.sleep(_DEATH_NOTICE_S)))
+            return 1
+        self._stop.clear()
+        logger.info(
+            "stopping: running requests have %g s to finish; a second signal ends them now",
+            self._config.shutdown_timeout,
+        )
+        drained = asyncio.create_task(self._engine.drain(self._config.shutdown_timeout))
+        await self._before_stop(drained)
+        return 1 if self._engine.dead_reason else 0
+
+    async def _before_stop(self, work: asyncio.Task[Any]) -> bool:
+        """Wait for `work`; False when a stop signal came first (`work` is then cancelled)."""
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return False
+            work.result()  # raises what `work` raised
+            return True
+        finally:
+            work.cancel()
+            stopped.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
+
+    def _announce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        name = self._engine.model.names[0]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("serving %s at %s", name, url)
+        body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+        logger.info(
+            "try: curl %s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
+            url,
+            json.dumps(body),
+        )
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: ours let running requests finish first."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: a taken port shows before the model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}). Choose another with --host "
+            "and --port; --port 0 takes a free one."
+        ) from error
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open connections as the system lets us: each one is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < _FEW_OPEN_FILES:
+        logger.warning("only %d files may be open: about as many connections (ulimit -Hn)", wanted)
