@@ -7,16 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from serve.kv_cache.block_copy import BlockCopy as BlockCopy
 from serve.messages import TokenLogprobs
 from serve.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy one block's contents. Which tiers `src` and `dst` index depends on the list it is in."""
-
-    src: int
-    dst: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,11 @@ class ScheduledRequest:
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """Everything the worker must do in one step, in this order: release rows, swap out, swap in,
-    copy, admit rows, run `scheduled` (write KV, attend, sample)."""
+    copy, admit rows, run `scheduled` (write KV, attend, sample).
+
+    `released` may name requests without a row (after a failed step): they are ignored. An id may be
+    released and admitted in one plan. `scheduled` may be empty.
+    """
 
     scheduled: list[ScheduledRequest]
     admitted: list[RowData]
@@ -68,7 +65,10 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled, by request id; only requests that `samples` appear in `token_ids`."""
+    """What a step sampled, by request id; only requests that `samples` appear in `token_ids`.
+
+    `prompt_logprobs` of a share that starts at `start` are those of prompt positions start + 1 on.
+    """
 
     token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

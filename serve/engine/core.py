@@ -1,0 +1,172 @@
+"""The back half of the engine: messages in, steps, deltas out. One thread owns everything here."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve.errors import EngineDead, RequestError
+from serve.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    FinishReason,
+    FromEngine,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenDelta,
+)
+from serve.scheduler.output import SchedulerOutput, StepResult
+from serve.scheduler.scheduler import Scheduler
+from serve.worker.executor import Executor, PendingTokens
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES_IN_A_ROW = 3
+"""Steps that may fail with none succeeding in between; after that the executor counts as broken."""
+
+
+class Inbox(Protocol):
+    """Messages from the front."""
+
+    def drain(self, block: bool) -> list[ToEngine]:
+        """All messages that are there, oldest first. With `block`, waits until there is one."""
+
+
+class Outbox(Protocol):
+    """The way to the front."""
+
+    def send(self, message: FromEngine) -> None:
+        """Pass on a message; never blocks on the front."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedLaunch:
+    """Stands in for the result of a step that could not even be launched."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        raise self.error
+
+
+class EngineCore:
+    """Drives the scheduler and the executor. `depth` is how many steps may be out at once.
+
+    With depth 1 a step is launched and retired in one turn; with 2 the next step is launched before
+    the last one's tokens are known, so that the device never waits for Python.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        depth: int = 1,
+    ) -> None:
+        assert depth >= 1, depth
+        self.scheduler = scheduler
+        self.executor = executor
+        self.inbox = inbox
+        self.outbox = outbox
+        self.depth = depth
+        self._in_flight: deque[tuple[SchedulerOutput, PendingTokens]] = deque()
+        self._refused: list[TokenDelta] = []
+        self._stopping = False
+        self._stopped = False
+        self._failures_in_a_row = 0
+        self._last_stats: EngineStats | None = None
+
+    def run(self) -> None:
+        """Serve until Shutdown. Raises EngineDead when steps keep failing, and whatever is a bug.
+
+        The executor is left open: who started it closes it.
+        """
+        while not self._stopped:
+            for message in self.inbox.drain(block=not self.has_work()):
+                self.handle(message)
+            if not self._stopped:
+                self._send(self.step())
+            if self._stopping and not self.has_work():
+                self._stopped = True
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do without a new message."""
+        return bool(self._in_flight or self._refused or self.scheduler.has_work())
+
+    def handle(self, message: ToEngine) -> None:
+        """Take in one message."""
+        match message:
+            case AddRequest():
+                self._add(message)
+            case AbortRequests(request_ids):
+                self.scheduler.abort(request_ids)
+            case Shutdown(drain):
+                self._stopping = True
+                self._stopped = not drain
+
+    def step(self) -> list[TokenDelta]:
+        """Launch at most one step and retire at most one; returns what requests gained."""
+        deltas, self._refused = self._refused, []
+        launched = False
+        if len(self._in_flight) < self.depth and self.scheduler.has_work():
+            plan = self.scheduler.schedule()
+            if plan:
+                self._in_flight.append((plan, self._launch(plan)))
+                launched = bool(plan.scheduled)
+            else:
+                assert self._in_flight, "requests are waiting, nothing runs, and nothing can start"
+        if self._in_flight and (len(self._in_flight) == self.depth or not launched):
+            deltas += self._retire(*self._in_flight.popleft())
+        return deltas
+
+    def _add(self, message: AddRequest) -> None:
+        if self._stopping:
+            self._refuse(message, "the server is shutting down.")
+            return
+        try:
+            self.scheduler.add(message)
+        except RequestError as error:
+            self._refuse(message, str(error))
+
+    def _refuse(self, message: AddRequest, reason: str) -> None:
+        self._refused.append(
+            TokenDelta(message.request_id, [], finish_reason=FinishReason.ERROR, error=reason)
+        )
+
+    def _launch(self, plan: SchedulerOutput) -> PendingTokens:
+        try:
+            return self.executor.execute(plan)
+        except Exception as error:  # told when its turn to retire comes, after the steps before it
+            return _FailedLaunch(error)
+
+    def _retire(self, plan: SchedulerOutput, pending: PendingTokens) -> list[TokenDelta]:
+        try:
+            result = pending.wait()
+        except Exception as error:
+            return self._fail(plan, error)
+        if plan.scheduled:  # giving back rows proves nothing
+            self._failures_in_a_row = 0
+        return self.scheduler.update(plan, result)
+
+    def _fail(self, plan: SchedulerOutput, error: Exception) -> list[TokenDelta]:
+        """End the requests of a failed step. Raises EngineDead when it was one too many."""
+        self._failures_in_a_row += 1
+        reason = f"a step of the engine failed: {type(error).__name__}: {error}"
+        logger.error("%s", reason, exc_info=error)
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineDead(
+                f"{self._failures_in_a_row} steps failed in a row; {reason}"
+            ) from error
+        return self.scheduler.fail(plan, reason)
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        """Tell the front what happened; say nothing when neither tokens nor figures changed."""
+        stats = self.scheduler.stats()
+        if deltas or stats.step_tokens or stats != self._last_stats:
+            self.outbox.send(StepOutputs(deltas, stats, self.scheduler.clock()))
+            self._last_stats = stats

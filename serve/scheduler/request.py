@@ -1,0 +1,87 @@
+"""One generation's live state. There are no phases: computed tokens catch up with known ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from serve.messages import AddRequest, FinishReason, RequestTimes
+from serve.sampling_params import SamplingParams
+from serve.scheduler.limits import kv_tokens_at_most
+
+
+class RequestStatus(Enum):
+    """Where a request is. Only a RUNNING one has device blocks and a row in the worker."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    SWAPPED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Made and changed only by Scheduler.
+
+    `num_tokens` counts the tokens in `token_ids` and those that launched steps will sample;
+    `num_computed_tokens` those whose KV exists once every launched step has run.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    arrival_time: float
+    order: tuple[int, int]  # (priority, arrival number): lower is served first
+    token_ids: list[int]  # the prompt, then the sampled tokens that are known here
+    num_prompt_tokens: int
+    num_tokens: int
+    max_num_tokens: int  # prompt + max_tokens
+    max_kv_tokens: int  # tokens that ever need KV
+    num_computed_tokens: int = 0
+    num_steps_in_flight: int = 0  # launched, not retired
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    # what has been reported, so that a prompt computed twice is told once
+    num_prompt_tokens_counted: int = 0
+    num_prompt_logprobs_sent: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens sampled, or to be sampled, by launched steps and not yet known here."""
+        return self.num_tokens - len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to run until the next one can be sampled."""
+        return min(self.num_tokens, self.max_kv_tokens) - self.num_computed_tokens
+
+    def times(self, finished_time: float) -> RequestTimes:
+        """Its history, as the front is told at the end."""
+        return RequestTimes(
+            self.arrival_time,
+            self.first_scheduled_time,
+            self.first_token_time,
+            finished_time,
+            self.num_preemptions,
+        )
+
+
+def make_request(message: AddRequest, order: tuple[int, int]) -> Request:
+    """A waiting request. `message` has been checked to fit."""
+    prompt, sampling = message.prompt_token_ids, message.sampling
+    assert sampling.max_tokens is not None
+    return Request(
+        request_id=message.request_id,
+        sampling=sampling,
+        arrival_time=message.arrival_time,
+        order=order,
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        num_tokens=len(prompt),
+        max_num_tokens=len(prompt) + sampling.max_tokens,
+        max_kv_tokens=kv_tokens_at_most(len(prompt), sampling.max_tokens),
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+    )

@@ -1,0 +1,435 @@
+"""What runs in the next step, and what a step's tokens mean for the requests in it.
+
+One rule, no phases: a step gives each request some tokens so that its computed tokens catch up with
+its known ones; a decode is a request that lacks one. `running` is kept in the order of service, so
+room is given from the front and taken from the back: the oldest running request always advances.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from serve.kv_cache.manager import KVCacheManager
+from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta, TokenLogprobs
+from serve.scheduler.limits import SchedulerLimits, check_fits
+from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
+from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.preemption import PreemptionMode, choose_mode, headroom
+from serve.scheduler.queues import RequestQueue
+from serve.scheduler.request import Request, RequestStatus, make_request
+from serve.scheduler.stopping import finish_reason
+from serve.scheduler.totals import Totals
+
+RUNNING, WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
+SWAPPED, FINISHED = RequestStatus.SWAPPED, RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A plan given out, and the requests it is about (ids may be reused, objects are not)."""
+
+    plan: SchedulerOutput
+    requests: list[Request]  # of plan.scheduled, entry by entry
+    preempted: list[Request]
+
+
+class Scheduler:
+    """Owns every Request. Each non-empty plan must come back through `update` or `fail`, in order.
+
+    Several plans may be out at once: counters advance when a plan is made, not when it has run.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        limits: SchedulerLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kv = kv
+        self.limits = limits
+        self.clock = clock
+        self.requests: dict[str, Request] = {}  # all but finished ones
+        self.waiting = RequestQueue()
+        self.swapped = RequestQueue()
+        self.running: list[Request] = []  # by Request.order
+        self._launched: deque[LaunchedStep] = deque()
+        self._released: list[str] = []  # rows to give back in the next plan
+        self._totals = Totals()
+        self._num_arrived = 0
+        self._watermark = max(1, kv.num_blocks // 100)
+        self._last_schedule_time = 0.0
+        self._last_was_prompt = False
+        self._last_prompt_latency = 0.0
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request. Raises RequestError for one that could never run."""
+        check_fits(message, self.limits, self.kv.num_blocks * self.kv.block_size)
+        assert message.request_id not in self.requests, f"{message.request_id} is already here"
+        request = make_request(message, order=(0, self._num_arrived))
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests wherever they are, with no delta. Unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._end(request, FinishReason.ABORT)
+        self._drop_ended_from_running()
+
+    def has_work(self) -> bool:
+        """Whether `schedule` may have something to say."""
+        return bool(self.requests or self._released)
+
+    # ------------------------------------------------------------------ making a step
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step's plan; empty when nothing can or need be done before another retires."""
+        now = self.clock()
+        may_start = self._waited_long_enough(now)
+        plan = PlanBuilder(self.limits.max_num_batched_tokens, self._released)
+        self._released = []
+        self._schedule_running(plan)
+        if not plan.preempted:  # what was just evicted must not come back in the same step
+            self._schedule_swapped(plan, now)
+            if may_start and not self.swapped:
+                self._schedule_waiting(plan, now)
+        output = plan.build()
+        self._last_was_prompt = plan.has_prompt or plan.num_tokens > len(plan.scheduled)
+        if output:
+            self._launched.append(LaunchedStep(output, plan.requests, plan.preempted))
+        return output
+
+    def _schedule_running(self, plan: PlanBuilder) -> None:
+        for request in self.running:  # preemption shortens it at the far end only
+            num_tokens = min(request.num_uncomputed_tokens, plan.tokens_left)
+            if num_tokens == 0:
+                if plan.tokens_left == 0:
+                    break
+                continue
+            new_block_ids = self._make_room(request, num_tokens, plan)
+            if new_block_ids is None:
+                break
+            self._place(request, num_tokens, new_block_ids, plan)
+
+    def _schedule_swapped(self, plan: PlanBuilder, now: float) -> None:
+        while plan.tokens_left and (request := self._next_of(self.swapped)):
+            copies = self.kv.swap_in(
+                request.request_id, request.num_tokens, keep_free=self._headroom(request)
+            )
+            if copies is None:
+                return
+            self.swapped.remove(request)
+            plan.swap_in += copies
+            self._admit(request, plan, now)
+
+    def _schedule_waiting(self, plan: PlanBuilder, now: float) -> None:
+        while plan.tokens_left and (request := self._next_of(self.waiting)):
+            if (
+                not self.limits.enable_chunked_prefill
+                and request.num_uncomputed_tokens > plan.tokens_left
+            ):
+                return
+            # Blocks for all known tokens, however few run now: a prompt that was begun must not
+            # find the pool full half way.
+            room = self.kv.grow(
+                request.request_id, request.num_tokens, keep_free=self._headroom(request)
+            )
+            if room is None:
+                return
+            self.waiting.remove(request)
+            plan.has_prompt = True
+            self._admit(request, plan, now)
+
+    def _next_of(self, queue: RequestQueue) -> Request | None:
+        """The head of a queue if it may take a row now; nobody overtakes the head."""
+        if len(self.running) >= self.limits.max_num_seqs:
+            return None
+        request = queue.peek()
+        if request is None or request.num_steps_in_flight:
+            # Its own last step is still out: its tokens are not all known.
+            return None
+        return request
+
+    def _admit(self, request: Request, plan: PlanBuilder, now: float) -> None:
+        """Give a row to a request that has its blocks, and its first tokens."""
+        request.status = RUNNING
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+        insort(self.running, request, key=attrgetter("order"))
+        plan.admitted.append(
+            RowData(
+                request_id=request.request_id,
+                sampling=request.sampling,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                block_ids=self.kv.block_ids(request.request_id),
+            )
+        )
+        self._place(request, min(request.num_uncomputed_tokens, plan.tokens_left), [], plan)
+
+    def _place(
+        self, request: Request, num_tokens: int, new_block_ids: list[int], plan: PlanBuilder
+    ) -> None:
+        """Put a request's next tokens into the plan; it counts as computed from here on."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        samples = end == request.num_tokens and end < request.max_num_tokens
+        plan.scheduled.append(
+            ScheduledRequest(
+                request.request_id,
+                start,
+                num_tokens,
+                request.token_ids[start:end],
+                new_block_ids,
+                samples,
+            )
+        )
+        plan.requests.append(request)
+        plan.tokens_left -= num_tokens
+        request.num_computed_tokens = end
+        request.num_tokens += samples
+        request.num_steps_in_flight += 1
+
+    # ------------------------------------------------------------------ room
+
+    def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> list[int] | None:
+        """Blocks for a running request's next tokens, at the expense of the last in order.
+
+        None when the request itself was the last, and was preempted.
+        """
+        wanted = request.num_computed_tokens + num_tokens
+        while (new_block_ids := self.kv.grow(request.request_id, wanted)) is None:
+            victim = self.running.pop()  # the last is never one that is already in the plan
+            self._preempt(victim, plan)
+            if victim is request:
+                return None
+        return new_block_ids
+
+    def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
+        plan.released.append(victim.request_id)
+        plan.preempted.append(victim)
+        mode = choose_mode(victim, self.kv, self.limits.preemption_mode)
+        self._totals.preemptions[mode] += 1
+        victim.num_preemptions += 1
+        if mode is PreemptionMode.SWAP:
+            copies = self.kv.swap_out(victim.request_id, victim.num_computed_tokens)
+            assert copies is not None, "choose_mode saw room on the host"
+            plan.swap_out += copies
+            victim.status = SWAPPED
+            self.swapped.push(victim)
+        else:
+            self._requeue_for_recompute(victim)
+
+    def _requeue_for_recompute(self, request: Request) -> None:
+        self.kv.free(request.request_id)
+        request.num_computed_tokens = 0
+        request.status = WAITING
+        self.waiting.push(request)
+
+    def _headroom(self, request: Request) -> int:
+        return headroom(request, len(self.running), self._watermark)
+
+    def _waited_long_enough(self, now: float) -> bool:
+        """Whether waiting requests may start: `delay_factor` lets them gather, to be batched."""
+        if self._last_was_prompt:
+            self._last_prompt_latency = now - self._last_schedule_time
+        self._last_schedule_time = now
+        if self.limits.delay_factor <= 0 or not self.running:
+            return True
+        earliest = self.waiting.earliest_arrival()
+        if earliest is None:
+            return True
+        return now - earliest > self.limits.delay_factor * self._last_prompt_latency
+
+    # ------------------------------------------------------------------ taking in a step's result
+
+    def update(self, plan: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
+        """Append the tokens of the oldest step still out; end and free what has finished."""
+        step = self._retire(plan)
+        now = self.clock()
+        if plan.scheduled:
+            self._totals.step_tokens.append(plan.num_scheduled_tokens)
+        deltas: list[TokenDelta] = []
+        any_ended = False
+        for entry, request in zip(plan.scheduled, step.requests, strict=True):
+            request.num_steps_in_flight -= 1
+            if request.status is FINISHED:  # ended while the step was out
+                continue
+            if request.num_prompt_tokens_counted < request.num_prompt_tokens:
+                self._count_prompt_tokens(request, entry)
+            delta = self._apply(entry, request, result, now)
+            if delta is not None:
+                deltas.append(delta)
+                any_ended |= delta.finish_reason is not None
+        if any_ended:
+            self._drop_ended_from_running()
+        return deltas
+
+    def fail(self, plan: SchedulerOutput, reason: str) -> list[TokenDelta]:
+        """End the requests of a step that raised; nothing it should have written is used again."""
+        step = self._retire(plan)
+        now = self.clock()
+        for request in step.requests:
+            request.num_steps_in_flight -= 1
+        # Rows the step should have given back may still be held; the worker ignores those that are
+        # not. A request that has got a row since keeps it.
+        self._released += [i for i in plan.released if not self._has_row(i)]
+        failed = step.requests + [r for r in step.preempted if self._lost_its_copy(r)]
+        deltas = []
+        for request in failed:
+            if request.status is not FINISHED:
+                self._end(request, FinishReason.ERROR)
+                deltas.append(
+                    TokenDelta(
+                        request.request_id,
+                        [],
+                        finish_reason=FinishReason.ERROR,
+                        error=reason,
+                        times=request.times(now),
+                    )
+                )
+        self._drop_ended_from_running()
+        return deltas
+
+    def _has_row(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        return request is not None and request.status is RUNNING
+
+    def _lost_its_copy(self, victim: Request) -> bool:
+        """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
+        if victim.status is SWAPPED and victim.num_steps_in_flight == 0:
+            self.swapped.remove(victim)
+            self._requeue_for_recompute(victim)
+            return False
+        return victim.status is not WAITING
+
+    def _retire(self, plan: SchedulerOutput) -> LaunchedStep:
+        step = self._launched.popleft()
+        assert step.plan is plan, "steps must be retired in the order they were made"
+        return step
+
+    def _count_prompt_tokens(self, request: Request, entry: ScheduledRequest) -> None:
+        computed = min(entry.start + entry.num_tokens, request.num_prompt_tokens)
+        if computed > request.num_prompt_tokens_counted:
+            self._totals.prompt_tokens += computed - request.num_prompt_tokens_counted
+            request.num_prompt_tokens_counted = computed
+
+    def _apply(
+        self, entry: ScheduledRequest, request: Request, result: StepResult, now: float
+    ) -> TokenDelta | None:
+        """One request's gain from a step, or None when there is nothing to tell."""
+        token_ids: list[int] = []
+        reason: FinishReason | None = None
+        if entry.samples:
+            for token_id in result.token_ids[entry.request_id]:
+                request.token_ids.append(token_id)
+                token_ids.append(token_id)
+                reason = finish_reason(request, token_id)
+                if reason is not None:
+                    break
+            self._totals.generation_tokens += len(token_ids)
+            if request.first_token_time is None:
+                request.first_token_time = now
+        elif entry.start + entry.num_tokens == request.max_num_tokens:
+            reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
+        prompt_logprobs = self._new_prompt_logprobs(entry, request, result)
+        if not token_ids and prompt_logprobs is None and reason is None:
+            return None
+        logprobs = result.logprobs.get(entry.request_id)
+        if reason is not None:
+            self._end(request, reason)
+        return TokenDelta(
+            entry.request_id,
+            token_ids,
+            None if logprobs is None else logprobs[: len(token_ids)],
+            prompt_logprobs,
+            reason,
+            None,
+            None if reason is None else request.times(now),
+        )
+
+    def _new_prompt_logprobs(
+        self, entry: ScheduledRequest, request: Request, result: StepResult
+    ) -> list[TokenLogprobs] | None:
+        """Prompt logprobs that were not told before: a recomputed prompt is scored twice."""
+        scored = result.prompt_logprobs.get(entry.request_id)
+        if scored is None:
+            return None
+        # scored[0] belongs to prompt position entry.start + 1.
+        new = scored[max(0, request.num_prompt_logprobs_sent - entry.start) :]
+        request.num_prompt_logprobs_sent += len(new)
+        return new or None
+
+    # ------------------------------------------------------------------ ends
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Free all of a request's blocks. Callers then drop it from `running`."""
+        if request.status is RUNNING:
+            self._released.append(request.request_id)
+        elif request.status is WAITING:
+            self.waiting.remove(request)
+        else:
+            self.swapped.remove(request)
+        request.status = FINISHED
+        request.finish_reason = reason
+        self.kv.free(request.request_id)
+        del self.requests[request.request_id]
+
+    def _drop_ended_from_running(self) -> None:
+        self.running = [r for r in self.running if r.status is RUNNING]
+
+    # ------------------------------------------------------------------ looking in
+
+    def stats(self) -> EngineStats:
+        """The state now, the totals, and the sizes of steps retired since the last call."""
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_swapped=len(self.swapped),
+            num_blocks_used=self.kv.num_blocks_used,
+            num_blocks=self.kv.num_blocks,
+            num_host_blocks_used=self.kv.num_host_blocks_used,
+            num_host_blocks=self.kv.num_host_blocks,
+            total_preemptions_recompute=self._totals.preemptions[PreemptionMode.RECOMPUTE],
+            total_preemptions_swap=self._totals.preemptions[PreemptionMode.SWAP],
+            total_prompt_tokens=self._totals.prompt_tokens,
+            total_generation_tokens=self._totals.generation_tokens,
+            step_tokens=self._totals.take_step_tokens(),
+        )
+
+    def check_invariants(self) -> None:
+        """Every live request is in exactly one place, with the blocks that place calls for."""
+        self.kv.check_invariants()
+        assert len(self.running) <= self.limits.max_num_seqs
+        orders = [r.order for r in self.running]
+        assert orders == sorted(set(orders)), f"running is out of order: {orders}"
+        placed = [(r, RUNNING) for r in self.running]
+        placed += [(r, WAITING) for r in self.waiting] + [(r, SWAPPED) for r in self.swapped]
+        assert len(placed) == len(self.requests), (placed, self.requests)
+        for request, status in placed:
+            assert request.status is status, (request.request_id, request.status, status)
+            assert self.requests.get(request.request_id) is request, request.request_id
+            self._check_request(request)
+        self.kv.check_holders(
+            device={r.request_id for r in self.running},
+            host={r.request_id for r in self.swapped},
+        )
+
+    def _check_request(self, request: Request) -> None:
+        assert 0 <= request.num_in_flight <= request.num_steps_in_flight, request
+        assert request.num_computed_tokens <= request.max_kv_tokens, request
+        assert request.num_computed_tokens <= request.num_tokens <= request.max_num_tokens, request
+        if request.status is WAITING:
+            assert request.num_computed_tokens == 0, request
+        if request.status is RUNNING:
+            covered = len(self.kv.block_ids(request.request_id)) * self.kv.block_size
+            assert request.num_computed_tokens <= covered, request
