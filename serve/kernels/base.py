@@ -40,6 +40,9 @@ class ForwardContext:
     kv: Sequence[Tensor]  # per layer, shaped by AttentionBackend.kv_shape
     attention: AttentionMetadata
     positions: Tensor  # [T] int64
+    prompt_lens: Tensor | None = None
+    """[T] int64; prompt length of each token's request. Needed by models whose RoPE frequencies
+    depend on the length (dynamic, longrope): `CausalModel.needs_prompt_lens`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class CausalModel(Protocol):
     vocab_size: int
     max_position: int  # longest context the checkpoint claims, RoPE scaling included
     cache_layers: list[LayerCache]  # one per entry of ForwardContext.kv
+    needs_prompt_lens: bool  # ForwardContext.prompt_lens must be given
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] int64 → [T, hidden]; writes this step's K/V into ctx.kv."""
