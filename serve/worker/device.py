@@ -1,0 +1,229 @@
+"""Device: what differs between serving on a CPU and on a CUDA GPU, behind one protocol.
+
+Memory, number formats, and how tensors move between host and device. The only file that touches
+torch.cuda (with graphs.py); everything else asks the Device it was given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from serve.config import DeviceConfig
+from serve.errors import ConfigError
+from serve.worker import host_memory
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+_SMALL_TOKEN_BUDGET = 2048
+_LARGE_TOKEN_BUDGET = 8192
+_LARGE_DEVICE_BYTES = 70 * GIB
+
+_CPU_POOL_SHARE = 0.25
+_CPU_POOL_MOST_BYTES = 4 * GIB
+
+
+class PendingCopy(Protocol):
+    """A copy to the host that may still be under way."""
+
+    def wait(self) -> Tensor:
+        """The tensor in host memory, once it is complete."""
+
+
+class Device(Protocol):
+    """Where the model runs. All work on it happens in the order it was given."""
+
+    name: str  # "cpu" or "cuda", the kernel selection's device_type
+    torch_device: torch.device
+    num_threads: int | None  # compute threads; None where the device has no such notion
+    default_token_budget: int  # tokens per step when the user names no number
+
+    def describe(self) -> str:
+        """The device for a log line."""
+
+    def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        """The serving dtype for a `--dtype` value. Raises ConfigError for one that cannot work."""
+
+    def free_bytes(self) -> int:
+        """Memory still available here."""
+
+    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
+        """Memory for the KV pool when no size was asked for; 0 or less when nothing is left.
+
+        `share` of the device may be used by us in all; `run_largest_step` shows what a step needs.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until all work given so far is done."""
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """A host tensor's contents on the device; it may be the same memory. Do not change `host`
+        afterwards."""
+
+    def to_host(self, tensor: Tensor) -> PendingCopy:
+        """Begin to copy a device tensor's present contents to the host."""
+
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory, not initialized, that copies to and from the device at full speed."""
+
+
+def find_device(config: DeviceConfig) -> Device:
+    """The device that `--device` names; auto prefers CUDA. Raises ConfigError."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "--device cuda: this machine has no CUDA device that torch can use. "
+            "Use --device cpu, or install a CUDA build of torch and the NVIDIA driver."
+        )
+    if config.device == "cpu" or not has_cuda:
+        return CpuDevice(config.cpu_threads)
+    return CudaDevice()
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A copy that needed no time."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+class CpuDevice:
+    """The machine's processors and memory. Work is done when a call returns."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    default_token_budget = _SMALL_TOKEN_BUDGET
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """Also sets torch's thread count for this process."""
+        threads = num_threads or host_memory.usable_cores()
+        torch.set_num_threads(threads)
+        self.num_threads: int | None = threads
+
+    def describe(self) -> str:
+        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
+        return f"cpu ({threads}, {self.free_bytes() / GIB:.1f} GiB of memory available)"
+
+    def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        if wanted == "float16":
+            raise ConfigError(
+                "--dtype float16 is not served on a CPU, which has no fast float16 arithmetic. "
+                "Use --dtype float32 or bfloat16, or leave it at auto (float32)."
+            )
+        if wanted == "bfloat16":
+            logger.warning(
+                "bfloat16 on a CPU halves memory, but is slow on processors without AMX or "
+                "AVX512-BF16, and its rounding may change greedy answers; auto means float32"
+            )
+            return torch.bfloat16
+        if wanted == "auto" and checkpoint_dtype is not torch.float32:
+            logger.info("serving the %s checkpoint in float32 on this CPU", checkpoint_dtype)
+        return torch.float32
+
+    def free_bytes(self) -> int:
+        return host_memory.available_bytes()
+
+    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
+        # Memory here also belongs to other programs, so the pool takes a modest part of what is
+        # free now, whatever `share` allows; --kv-cache-memory-bytes asks for more.
+        return min(int(self.free_bytes() * _CPU_POOL_SHARE), _CPU_POOL_MOST_BYTES)
+
+    def synchronize(self) -> None:
+        pass  # nothing is ever under way
+
+    def to_device(self, host: Tensor) -> Tensor:
+        return host
+
+    def to_host(self, tensor: Tensor) -> PendingCopy:
+        return _Done(tensor)
+
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+class _CudaCopy:
+    """A copy into pinned memory, complete when its event has passed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def wait(self) -> Tensor:
+        self._copied.synchronize()
+        return self._host
+
+
+class CudaDevice:
+    """One NVIDIA GPU; work is queued on its current stream."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.num_threads: int | None = None
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._properties = torch.cuda.get_device_properties(self.torch_device)
+        large = self._properties.total_memory >= _LARGE_DEVICE_BYTES
+        self.default_token_budget = _LARGE_TOKEN_BUDGET if large else _SMALL_TOKEN_BUDGET
+
+    def describe(self) -> str:
+        free, total = self.free_bytes() / GIB, self._properties.total_memory / GIB
+        return f"cuda ({self._properties.name}, {free:.1f} of {total:.1f} GiB free)"
+
+    def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        named = {
+            "auto": checkpoint_dtype,
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }
+        dtype = named[wanted]
+        if dtype is not torch.bfloat16 or self._properties.major >= 8:
+            return dtype
+        if wanted == "bfloat16":
+            raise ConfigError(
+                f"--dtype bfloat16: {self._properties.name} has no bfloat16 arithmetic (compute "
+                "capability 8.0 is needed). Use --dtype float16 or float32."
+            )
+        logger.info("this GPU has no bfloat16 arithmetic; serving in float16")
+        return torch.float16
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
+    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        run_largest_step()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        # What torch does not hold: the CUDA context, libraries' workspaces, other processes.
+        outside = total - free - torch.cuda.memory_reserved(self.torch_device)
+        return int(total * share) - peak - outside
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        # torch keeps the pinned copy alive until the stream has read it.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> PendingCopy:
+        return _CudaCopy(tensor)
+
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -1,0 +1,166 @@
+"""InputBuilder: a step's plan and the rows → the tensors of a forward pass.
+
+Everything is computed in host memory with a few array operations and sent in two pieces, one of
+64-bit and one of 32-bit numbers: many small copies to a device would cost more than the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from serve.kernels.base import AttentionMetadata
+from serve.scheduler.output import ScheduledRequest, SchedulerOutput
+from serve.worker.device import Device
+from serve.worker.request_rows import RequestRows
+from serve.worker.sampling_columns import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """Which requests get a next token from this step, and where its logits come from."""
+
+    request_ids: list[str]
+    rows: Rows  # [S]
+    positions: Rows  # [S]; where the new token will stand in its request
+    rows_on_device: Tensor  # [S] int64
+    tokens: Tensor  # [S] int64; index of each request's last token among the step's T
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoreInput:
+    """A run of the step's tokens whose successors in the prompt are to be scored."""
+
+    request_id: str
+    first_token: int  # index among the step's T
+    next_token_ids: list[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One step's tensors: T tokens of R requests, those with a single token first."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    attention: AttentionMetadata
+    sample: SampleInput | None
+    prompt_scores: list[PromptScoreInput]
+
+
+class InputBuilder:
+    """Reads the rows and changes nothing."""
+
+    def __init__(self, rows: RequestRows, block_size: int, device: Device) -> None:
+        self._rows = rows
+        self._block_size = block_size
+        self._device = device
+
+    def build(self, plan: SchedulerOutput) -> ModelInput:
+        """The tensors for `plan.scheduled`, which must not be empty."""
+        entries = [e for e in plan.scheduled if e.num_tokens == 1]
+        num_decode_rows = len(entries)
+        entries += [e for e in plan.scheduled if e.num_tokens != 1]
+
+        rows = np.array([self._rows.row_of(e.request_id) for e in entries], dtype=np.int64)
+        starts = np.array([e.start for e in entries], dtype=np.int64)
+        query_lens = np.array([e.num_tokens for e in entries], dtype=np.int64)
+        seq_lens = starts + query_lens
+        ends = query_lens.cumsum()  # past each request's last token among the step's T
+
+        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
+        slots = self._slots(np.repeat(rows, query_lens), positions)
+        known, in_flight = _token_ids(entries)
+        sampling = np.flatnonzero([e.samples for e in entries])
+
+        long = (known, positions, slots, ends[sampling] - 1, rows[sampling])
+        token_ids, positions_, slots_, last_tokens, sample_rows = self._send(long)
+        if in_flight:
+            self._fill_in_flight(token_ids, in_flight, rows[ends.searchsorted(in_flight, "right")])
+        return ModelInput(
+            token_ids=token_ids,
+            positions=positions_,
+            attention=self._attention(rows, query_lens, seq_lens, ends, slots_, num_decode_rows),
+            sample=SampleInput(
+                request_ids=[entries[i].request_id for i in sampling],
+                rows=rows[sampling],
+                positions=seq_lens[sampling],
+                rows_on_device=sample_rows,
+                tokens=last_tokens,
+            )
+            if sampling.size
+            else None,
+            prompt_scores=self._prompt_scores(entries, rows, ends - query_lens),
+        )
+
+    def _attention(
+        self, rows: Rows, query_lens: Rows, seq_lens: Rows, ends: Rows, slots: Tensor, decodes: int
+    ) -> AttentionMetadata:
+        max_seq_len = int(seq_lens.max())
+        num_columns = -(-max_seq_len // self._block_size)
+        table = self._rows.block_table[rows, :num_columns]
+        query_start_loc, seq_lens_, flat_table = self._send(
+            (np.concatenate(([0], ends)), seq_lens, table.ravel()), np.int32
+        )
+        return AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens_,
+            block_table=flat_table.view(table.shape),
+            slot_mapping=slots,
+            num_decode_rows=decodes,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=max_seq_len,
+            query_lens_host=query_lens.tolist(),
+            seq_lens_host=seq_lens.tolist(),
+        )
+
+    def _slots(self, rows: Rows, positions: Rows) -> Rows:
+        """[T] rows and positions → where each token's K/V goes."""
+        blocks, offsets = np.divmod(positions, self._block_size)
+        return self._rows.block_table[rows, blocks] * np.int64(self._block_size) + offsets
+
+    def _fill_in_flight(self, token_ids: Tensor, places: list[int], rows: Rows) -> None:
+        """Take tokens the host does not know yet from where the step before leaves them."""
+        places_, rows_ = self._send((np.array(places), rows))
+        token_ids[places_] = self._rows.last_token[rows_]
+
+    def _prompt_scores(
+        self, entries: list[ScheduledRequest], rows: Rows, first_tokens: Rows
+    ) -> list[PromptScoreInput]:
+        found = []
+        for entry, row, first_token in zip(
+            entries, rows.tolist(), first_tokens.tolist(), strict=True
+        ):
+            prompt = self._rows.prompt_to_score(row)
+            if prompt is None:
+                continue
+            # A token's logits score the one after it, so position 0 is never scored.
+            successors = prompt[entry.start + 1 : entry.start + entry.num_tokens + 1]
+            if successors:
+                num_top = self._rows.columns.params[row].prompt_logprobs or 0
+                found.append(PromptScoreInput(entry.request_id, first_token, successors, num_top))
+        return found
+
+    def _send(
+        self, arrays: Sequence[npt.NDArray[np.integer]], dtype: type[np.integer] = np.int64
+    ) -> Sequence[Tensor]:
+        """One-dimensional arrays to the device, in one copy."""
+        packed = torch.from_numpy(np.concatenate(arrays, dtype=dtype))
+        return torch.split(self._device.to_device(packed), [array.size for array in arrays])
+
+
+def _token_ids(entries: Sequence[ScheduledRequest]) -> tuple[Rows, list[int]]:
+    """The step's token ids, and which of them are not known yet (0 there)."""
+    token_ids: list[int] = []
+    in_flight = []
+    for entry in entries:
+        token_ids += entry.token_ids
+        if len(entry.token_ids) < entry.num_tokens:
+            in_flight.append(len(token_ids))
+            token_ids.append(0)
+    return np.array(token_ids, dtype=np.int64), in_flight

@@ -1,0 +1,138 @@
+"""ModelRunner: carries out one step's plan on the device.
+
+The order within a step is fixed (release, swap out, swap in, copy, admit, run) and all of it is one
+queue of device work, so that freed blocks and rows may be handed out again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.kernels.base import ForwardContext
+from serve.kv_cache.storage import KVStorage, Tier
+from serve.messages import TokenLogprobs
+from serve.models.base import CausalModel
+from serve.scheduler.output import SchedulerOutput, StepResult
+from serve.worker.device import Device, PendingCopy
+from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
+from serve.worker.logprobs import LogprobTensors, PendingLogprobs, concatenate, score
+from serve.worker.request_rows import RequestRows
+from serve.worker.sampler import Sampler
+
+_SCORE_ELEMENTS = 2**23
+"""Most logits held at once while scoring prompts: 32 MiB, however long the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingPrompt:
+    request_id: str
+    scores: PendingLogprobs
+    num_top: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step: what it sampled is on its way to the host."""
+
+    request_ids: list[str]
+    token_ids: PendingCopy | None
+    logprobs: PendingLogprobs | None
+    num_logprobs: dict[str, int]  # of the requests that asked, in the order of `logprobs`
+    prompts: list[_PendingPrompt]
+
+    def wait(self) -> StepResult:
+        """The step's tokens, once they are known."""
+        tokens = self.token_ids.wait().tolist() if self.token_ids else []
+        return StepResult(
+            token_ids={i: [t] for i, t in zip(self.request_ids, tokens, strict=True)},
+            logprobs=dict(self._wait_logprobs()),
+            prompt_logprobs={p.request_id: list(p.scores.wait(p.num_top)) for p in self.prompts},
+        )
+
+    def _wait_logprobs(self) -> Iterator[tuple[str, list[TokenLogprobs]]]:
+        if self.logprobs is not None:
+            counts = list(self.num_logprobs.values())
+            scores = self.logprobs.wait(counts)
+            for request_id, scored in zip(self.num_logprobs, scores, strict=True):
+                yield request_id, [scored]
+
+
+class ModelRunner:
+    """Owns the rows and runs the model over the KV storage."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        storage: KVStorage,
+        rows: RequestRows,
+        builder: InputBuilder,
+        sampler: Sampler,
+        device: Device,
+    ) -> None:
+        self._model = model
+        self._storage = storage
+        self._rows = rows
+        self._builder = builder
+        self._sampler = sampler
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> PendingStep:
+        """Launch a step. Rows and blocks are in order afterwards even if the model raises."""
+        self._rows.release(plan.released)
+        self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
+        self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
+        self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
+        for request in plan.admitted:
+            self._rows.admit(request)
+        for entry in plan.scheduled:
+            if entry.new_block_ids:
+                self._rows.append_blocks(entry.request_id, entry.new_block_ids)
+        if not plan.scheduled:
+            return PendingStep([], None, None, {}, [])
+        step = self._builder.build(plan)
+        hidden = self._forward(step)
+        prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
+        if step.sample is None:
+            return PendingStep([], None, None, {}, prompts)
+        return self._sample(hidden, step.sample, prompts)
+
+    def _forward(self, step: ModelInput) -> Tensor:
+        context = ForwardContext(self._storage.layers, step.attention, step.positions)
+        return self._model.forward(step.token_ids, context)
+
+    def _sample(
+        self, hidden: Tensor, sample: SampleInput, prompts: list[_PendingPrompt]
+    ) -> PendingStep:
+        logits = self._model.logits(hidden[sample.tokens])
+        sampled = self._sampler.sample(logits, sample.rows, sample.positions)
+        self._rows.record(sample.rows, sample.rows_on_device, sampled.token_ids)
+        params = self._rows.columns.params
+        return PendingStep(
+            request_ids=sample.request_ids,
+            token_ids=self._device.to_host(sampled.token_ids),
+            logprobs=PendingLogprobs(sampled.logprobs, self._device) if sampled.logprobs else None,
+            num_logprobs={
+                sample.request_ids[i]: params[sample.rows[i]].logprobs or 0
+                for i in sampled.logprob_places
+            },
+            prompts=prompts,
+        )
+
+    def _score_prompt(self, hidden: Tensor, wanted: PromptScoreInput) -> _PendingPrompt:
+        """Score prompt tokens in slices, so that a long prompt's logits never exist together."""
+        count = len(wanted.next_token_ids)
+        next_tokens = self._device.to_device(torch.tensor(wanted.next_token_ids))
+        size = max(1, _SCORE_ELEMENTS // self._model.vocab_size)
+        parts: list[LogprobTensors] = []
+        for first in range(0, count, size):
+            last = min(first + size, count)
+            at = wanted.first_token
+            logits = self._model.logits(hidden[at + first : at + last])
+            parts.append(score(logits, next_tokens[first:last], wanted.num_top))
+        scores = PendingLogprobs(concatenate(parts), self._device)
+        return _PendingPrompt(wanted.request_id, scores, [wanted.num_top] * count)

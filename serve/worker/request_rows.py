@@ -1,0 +1,97 @@
+"""RequestRows: the worker's state of each running request, in fixed rows.
+
+A request keeps its row from admission to release; preemption releases it. The block tables and
+sampling columns live in host memory, where step inputs are gathered from them; the last sampled
+token lives on the device, where the next step can read it before the host knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serve.scheduler.output import RowData
+from serve.worker.device import Device
+from serve.worker.logit_edits import longest_start
+from serve.worker.sampling_columns import Rows, SamplingColumns, Wish
+from serve.worker.token_memory import LastTokens, TokenCounts
+
+
+class RequestRows:
+    """Changed only by ModelRunner. Block ids past a row's table are 0, the null block."""
+
+    def __init__(
+        self, num_rows: int, *, max_blocks: int, vocab_size: int, seed: int, device: Device
+    ) -> None:
+        """`max_blocks`: longest block table of one request. `seed`: of requests without one."""
+        self._device = device
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._row_by_request: dict[str, int] = {}
+        self._num_blocks = [0] * num_rows
+        self._prompt_by_row: dict[int, list[int]] = {}
+        self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
+        self.columns = SamplingColumns(num_rows, vocab_size, seed)
+        self.counts = TokenCounts(vocab_size, device)
+        self.last_tokens = LastTokens(device)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Free these requests' rows; ids without a row (their admission failed) are ignored."""
+        for request_id in request_ids:
+            row = self._row_by_request.pop(request_id, None)
+            if row is not None:
+                self._free.append(row)
+                self._prompt_by_row.pop(row, None)
+                self.counts.release(row)
+                self.last_tokens.release(row)
+
+    def admit(self, request: RowData) -> None:
+        """Give a request a row and fill it."""
+        assert request.request_id not in self._row_by_request, request.request_id
+        row = self._free.pop()
+        self._row_by_request[request.request_id] = row
+        self.block_table[row, : self._num_blocks[row]] = 0
+        self._num_blocks[row] = 0
+        self._append(row, request.block_ids)
+        sampling, num_prompt = request.sampling, request.num_prompt_tokens
+        self.columns.admit(row, sampling, num_prompt)
+        wishes = self.columns.wishes[row]
+        if wishes & Wish.PENALTIES:
+            self.counts.admit(row, request.token_ids, num_prompt)
+        if wishes & Wish.BAD_WORDS:
+            self.last_tokens.admit(
+                row, request.token_ids, longest_start(sampling.bad_words_token_ids)
+            )
+        if sampling.prompt_logprobs is not None and len(request.token_ids) == num_prompt:
+            # With generated tokens it comes back from preemption, and its prompt has been scored.
+            self._prompt_by_row[row] = request.token_ids[:num_prompt]
+
+    def append_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Lengthen a request's block table."""
+        self._append(self._row_by_request[request_id], block_ids)
+
+    def row_of(self, request_id: str) -> int:
+        """The request's row; it must have one."""
+        return self._row_by_request[request_id]
+
+    def prompt_to_score(self, row: int) -> list[int] | None:
+        """The prompt of a row that wants its log-probabilities."""
+        return self._prompt_by_row.get(row)
+
+    def record(self, rows: Rows, rows_on_device: Tensor, token_ids: Tensor) -> None:
+        """Note the tokens [S] just sampled for these rows, without waiting for them."""
+        self.last_token[rows_on_device] = token_ids
+        wishes = self.columns.wishes[rows]
+        for wish, memory in ((Wish.PENALTIES, self.counts), (Wish.BAD_WORDS, self.last_tokens)):
+            places = np.flatnonzero(wishes & wish)
+            if places.size:
+                at = self._device.to_device(torch.from_numpy(places))
+                memory.add(rows[places], token_ids[at])
+
+    def _append(self, row: int, block_ids: Sequence[int]) -> None:
+        first = self._num_blocks[row]
+        self._num_blocks[row] = first + len(block_ids)
+        self.block_table[row, first : self._num_blocks[row]] = block_ids

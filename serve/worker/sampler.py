@@ -1,0 +1,168 @@
+"""Sampler: logits and the rows' wishes → token ids, for a whole batch at once.
+
+All arithmetic is fp32. A batch in which nobody asks for more than the most likely token costs one
+argmax. Random tokens are a pure function of (seed, position) and the logits: see noise.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from serve.worker.device import Device
+from serve.worker.logit_edits import BANNED, LogitEditor
+from serve.worker.logprobs import LogprobTensors, score
+from serve.worker.noise import gumbel, noise_keys, token_hashes
+from serve.worker.sampling_columns import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Rows,
+    SamplingColumns,
+    Wish,
+)
+
+_EDITS = Wish.ALLOWED | Wish.BAD_WORDS | Wish.BIAS | Wish.PENALTIES | Wish.MIN_TOKENS
+
+_FIRST_WIDTH = 256
+_WIDER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Device tensors of one step."""
+
+    token_ids: Tensor  # [S] int64
+    logprobs: LogprobTensors | None  # of the rows in `logprob_places`
+    logprob_places: list[int]  # which of the S rows asked
+
+
+class Sampler:
+    """Draws tokens; keeps no state of its own between steps."""
+
+    def __init__(self, columns: SamplingColumns, editor: LogitEditor, device: Device) -> None:
+        self._columns = columns
+        self._editor = editor
+        self._device = device
+        self._hashes = token_hashes(columns.vocab_size, device.torch_device)
+
+    def sample(self, logits: Tensor, rows: Rows, positions: npt.NDArray[np.int64]) -> SamplerOutput:
+        """Choose a token for each row of logits [S, vocab] fp32, which it may overwrite.
+
+        rows [S]: whose they are; positions [S]: where the new token will stand in its request.
+        """
+        wishes = self._columns.wishes[rows]
+        any_wish = int(np.bitwise_or.reduce(wishes))
+        if not any_wish:
+            return SamplerOutput(logits.argmax(dim=-1), None, [])
+        asking = np.flatnonzero(wishes & Wish.LOGPROBS)
+        raw = logits[self._send(asking)] if asking.size else None  # a copy, before the edits
+        if any_wish & _EDITS:
+            self._editor.apply(logits, rows, positions)
+        token_ids = self._choose(logits, rows, positions, wishes)
+        if raw is None:
+            return SamplerOutput(token_ids, None, [])
+        num_top = max(self._columns.params[row].logprobs or 0 for row in rows[asking].tolist())
+        scored = score(raw, token_ids[self._send(asking)], num_top)
+        return SamplerOutput(token_ids, scored, asking.tolist())
+
+    def _choose(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        positions: npt.NDArray[np.int64],
+        wishes: npt.NDArray[np.int64],
+    ) -> Tensor:
+        random = np.flatnonzero(wishes & Wish.RANDOM)
+        if not random.size:
+            return logits.argmax(dim=-1)
+        if random.size == len(rows):
+            return self._draw(logits, rows, positions, wishes)
+        token_ids = logits.argmax(dim=-1)
+        places = self._send(random)
+        token_ids[places] = self._draw(
+            logits[places], rows[random], positions[random], wishes[random]
+        )
+        return token_ids
+
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        positions: npt.NDArray[np.int64],
+        wishes: npt.NDArray[np.int64],
+    ) -> Tensor:
+        """One draw from each row's distribution, after temperature, min_p, top_k and top_p."""
+        numbers = self._send(self._columns.numbers[rows])
+        keys = self._send(noise_keys(self._columns.seeds[rows], positions))
+        # Relative to the row's maximum nothing overflows, however small the temperature; the clamp
+        # keeps -inf - -inf out of rows in which nothing is allowed.
+        scaled = logits - logits.amax(dim=-1, keepdim=True).clamp_(min=BANNED)
+        scaled /= numbers[:, TEMPERATURE, None]
+        if np.any(wishes & Wish.MIN_P):
+            scaled.masked_fill_(scaled < numbers[:, MIN_P, None].log(), -torch.inf)
+        limited = np.flatnonzero(wishes & Wish.TOP)
+        if not limited.size:
+            return self._gumbel_argmax(scaled, keys)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        at = self._send(limited)
+        token_ids[at] = self._draw_from_top(scaled[at], numbers[at], keys[at])
+        at = self._send(np.flatnonzero((wishes & Wish.TOP) == 0))
+        token_ids[at] = self._gumbel_argmax(scaled[at], keys[at])
+        return token_ids
+
+    def _gumbel_argmax(self, scaled: Tensor, keys: Tensor) -> Tensor:
+        return gumbel(self._hashes, keys).add_(scaled).argmax(dim=-1)
+
+    def _draw_from_top(self, scaled: Tensor, numbers: Tensor, keys: Tensor) -> Tensor:
+        """Draw where only the top_k most likely tokens, and of these the smallest set with at least
+        top_p of their probability, may be chosen.
+
+        Sorting the vocabulary is slow and seldom needed: the best few hundred tokens are tried
+        first, and rows that need more are tried again with more.
+        """
+        token_ids = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
+        open_rows = torch.arange(len(scaled), device=scaled.device)
+        width = _FIRST_WIDTH
+        while len(open_rows):
+            width = min(width, scaled.shape[1])
+            candidates = scaled[open_rows]
+            values, ids = candidates.topk(width)
+            kept, decided = keep_top(values, candidates, numbers[open_rows])
+            noise = gumbel(self._hashes[ids], keys[open_rows])
+            best = noise.add_(kept).argmax(dim=-1, keepdim=True)
+            token_ids[open_rows] = ids.gather(1, best).squeeze(1)
+            open_rows = open_rows[~decided]
+            width *= _WIDER
+        return token_ids
+
+    def _send(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return self._device.to_device(torch.from_numpy(array))
+
+
+def keep_top(values: Tensor, scaled: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply top_k and top_p to each row's best tokens.
+
+    values: [S, width], the largest of `scaled` [S, vocab], sorted. Returns values with what falls
+    out set to -inf (the best always stays), and [S] bool: whether the result is certain. It is not
+    when more than `width` tokens may be needed.
+    """
+    width = values.shape[1]
+    top_k, top_p = numbers[:, TOP_K, None], numbers[:, TOP_P, None]
+    place = torch.arange(width, device=values.device)
+    kept = values.masked_fill(place >= top_k, -torch.inf)
+    all_in_view = (top_k <= width) | (width == scaled.shape[1])
+    total = torch.where(
+        all_in_view, kept.logsumexp(dim=-1, keepdim=True), scaled.logsumexp(dim=-1, keepdim=True)
+    )
+    probabilities = (kept - total).exp()
+    through = probabilities.cumsum(dim=-1)
+    outside = through - probabilities >= top_p
+    outside[:, 0] = False
+    decided = all_in_view | ((through[:, -1:] >= top_p) & (top_k >= scaled.shape[1]))
+    return kept.masked_fill_(outside, -torch.inf), decided.squeeze(1)
