@@ -1,0 +1,241 @@
+"""The house rules that a machine can check: who may import what, and where state may live.
+
+Every rule reads the source of `serve/` as it is; each comes with a check that it can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "serve").rglob("*.py"))
+
+BASE = {"__init__", "config", "errors", "messages", "sampling_params"}
+# Which of our parts each part may import, besides itself and the base. `llm` (offline use) and
+# `server` (the process) join the halves; `cli` only starts the server.
+MAY_IMPORT: dict[str, set[str]] = {
+    **{name: set() for name in BASE},
+    "logs": set(),
+    "hub": set(),
+    "kernels": set(),
+    "models": {"kernels"},
+    "kv_cache": set(),
+    "scheduler": {"kv_cache"},
+    "worker": {"models", "kernels", "kv_cache.storage", "kv_cache.block_copy", "scheduler.output"},
+    "engine": {"scheduler", "kv_cache", "worker", "models", "kernels", "hub", "logs"},
+    "api": {"engine"},
+    "llm": {"engine", "hub"},
+    "server": {"api", "engine", "hub", "logs"},
+    "cli": {"server"},
+}
+
+# Third-party (or standard) modules that may be imported only in these parts or modules.
+ONLY_IN: dict[str, set[str]] = {
+    "triton": {"kernels"},
+    "fastapi": {"api"},
+    "starlette": {"api"},
+    "prometheus_client": {"api"},
+    "pydantic": {"api"},
+    "uvicorn": {"server"},
+    "uvloop": {"server"},
+    "cyclopts": {"cli"},
+    "yaml": {"cli"},
+    "zmq": {"engine.ipc", "engine.process"},
+    "msgspec": {"engine.ipc", "engine.process"},
+    "huggingface_hub": {"hub"},
+}
+
+
+def name_of(path: Path) -> str:
+    """serve/kv_cache/storage.py → kv_cache.storage"""
+    return ".".join(path.relative_to(ROOT / "serve").with_suffix("").parts)
+
+
+MODULES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every imported module, also those imported late or for types; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attribute_chains(tree: ast.Module) -> Iterator[str]:
+    """Dotted names as written: `torch.cuda.is_available` gives all its prefixes too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts = [node.attr]
+            inner = node.value
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name):
+                yield ".".join([inner.id, *reversed(parts)])
+
+
+def part_of(module: str) -> str:
+    return module.split(".", 1)[0]
+
+
+def forbidden_imports(module: str, tree: ast.Module) -> list[str]:
+    part = part_of(module)
+    allowed = MAY_IMPORT[part] | BASE | {part}
+    ours = [name.removeprefix("serve.") for name in imports(tree) if name.startswith("serve.")]
+    return [
+        name
+        for name in ours
+        if not any(name == ok or name.startswith(f"{ok}.") for ok in allowed)
+        and name != "__version__"
+    ]
+
+
+def test_imports_point_one_way() -> None:
+    found = {name: forbidden_imports(name, tree) for name, tree in MODULES.items()}
+    assert {name: bad for name, bad in found.items() if bad} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("api.chat", "from serve.scheduler.request import Request"),
+        ("scheduler.scheduler", "from serve.worker.worker import Worker"),
+        ("kv_cache.manager", "import serve.scheduler.output"),
+        ("worker.worker", "from serve.kv_cache.manager import KVCacheManager"),
+        ("models.decoder", "def late():\n    from serve.engine.core import EngineCore"),
+        ("config", "from serve.hub import find_model"),
+    ],
+)
+def test_an_import_against_the_direction_is_seen(module: str, line: str) -> None:
+    assert len(forbidden_imports(module, ast.parse(line))) == 1
+
+
+def test_every_part_has_its_row_in_the_table() -> None:
+    assert {part_of(name) for name in MODULES} <= set(MAY_IMPORT)
+
+
+def test_libraries_stay_in_their_place() -> None:
+    for module, tree in MODULES.items():
+        for library in {name.split(".", 1)[0] for name in imports(tree)} & set(ONLY_IN):
+            assert {module, part_of(module)} & ONLY_IN[library], f"{module} imports {library}"
+
+
+def test_torch_stays_out_of_the_scheduler_and_the_logical_cache() -> None:
+    pure = {n: t for n, t in MODULES.items() if part_of(n) in {"scheduler", "kv_cache"}}
+    del pure["kv_cache.storage"]
+    assert len(pure) > 5
+    for module, tree in pure.items():
+        assert "torch" not in {name.split(".")[0] for name in imports(tree)}, module
+
+
+def test_only_the_device_and_the_graphs_know_cuda() -> None:
+    for module, tree in MODULES.items():
+        if module not in {"worker.device", "worker.graphs"} and part_of(module) != "kernels":
+            known = [*imports(tree), *attribute_chains(tree)]
+            assert not [name for name in known if name.startswith("torch.cuda")], module
+
+
+def reads_environment(tree: ast.Module) -> bool:
+    names = {*imports(tree), *attribute_chains(tree)}
+    return any(name.startswith(("os.environ", "os.getenv", "os.putenv")) for name in names)
+
+
+def test_only_the_config_reads_the_environment() -> None:
+    assert [name for name, tree in MODULES.items() if reads_environment(tree)] == ["config"]
+
+
+def test_reading_the_environment_is_seen_however_it_is_written() -> None:
+    for text in (
+        "import os\nos.environ['X']",
+        "from os import environ",
+        "import os\nos.getenv('X')",
+    ):
+        assert reads_environment(ast.parse(text))
+
+
+def test_nothing_is_global() -> None:
+    for module, tree in MODULES.items():
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], module
+
+
+def mutable_at_module_level(tree: ast.Module) -> list[str]:
+    """Names that look like state: lower-case module names bound to a list, dict or set."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            literal = isinstance(
+                node.value,
+                ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp,
+            )
+            call = isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+            made = call and node.value.func.id in {"dict", "list", "set", "deque", "defaultdict"}
+            if literal or made:
+                found += [name for name in names if not name.isupper() and name != "__all__"]
+    return found
+
+
+def test_no_module_keeps_mutable_state() -> None:
+    for module, tree in MODULES.items():
+        assert mutable_at_module_level(tree) == [], module
+
+
+def test_mutable_module_state_is_seen() -> None:
+    text = "import os\ncache = {}\nseen: set[int] = set()\nTABLE = {1: 2}\n__all__ = ['x']"
+    assert mutable_at_module_level(ast.parse(text)) == ["cache", "seen"]
+
+
+def swallowed_errors(tree: ast.Module) -> list[int]:
+    """Lines of `except Exception:` (or broader) whose body does nothing."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
+            if broad and all(isinstance(line, ast.Pass | ast.Continue) for line in node.body):
+                found.append(node.lineno)
+    return found
+
+
+def test_no_error_is_swallowed() -> None:
+    for module, tree in MODULES.items():
+        assert swallowed_errors(tree) == [], module
+
+
+def test_a_swallowed_error_is_seen() -> None:
+    assert swallowed_errors(ast.parse("try:\n    f()\nexcept Exception:\n    pass")) == [3]
+
+
+def test_the_core_imports_without_the_server_packages() -> None:
+    """Offline use and the GPU checks run where only torch and transformers are installed."""
+    absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
+    absent += ["pydantic", "cyclopts", "yaml", "zmq", "msgspec"]
+    server_side = {"api", "cli", "server"}
+    lazily_imported = {"engine.ipc", "engine.process"}
+    core = [
+        f"serve.{name}".removesuffix(".__init__")
+        for name in MODULES
+        if part_of(name) not in server_side and name not in lazily_imported
+    ]
+    code = f"""
+import importlib, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+for module in {core!r}:
+    importlib.import_module(module)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
