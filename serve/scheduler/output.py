@@ -6,6 +6,7 @@ Plain frozen data, made by `Scheduler.schedule`, read by the worker and by `Sche
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve.kv_cache.block_copy import BlockCopy as BlockCopy
 from serve.messages import TokenLogprobs
@@ -23,14 +24,16 @@ class RowData:
     block_ids: list[int]  # the whole block table, this step's blocks included
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's share of a step: tokens at positions start … start + num_tokens - 1.
 
     `token_ids` are those the CPU knows: all `num_tokens`, or one fewer when the last of them was
     sampled by a step still in flight (then the worker takes it from the row's last token).
     `new_block_ids` are appended to the row's table (empty for requests admitted in this step).
     `samples`: the share reaches the last known token, so a next token is drawn.
+
+    A named tuple: there is one per request and step, and a frozen dataclass costs three times as
+    much to make (0.9 against 2.6 µs, which for 256 requests is most of a step's planning).
     """
 
     request_id: str

@@ -21,7 +21,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Made and changed only by Scheduler.
+    """Made and changed only by Scheduler (and `progress`, its half that takes in results).
 
     `num_tokens` counts the tokens in `token_ids` and those that launched steps will sample;
     `num_computed_tokens` those whose KV exists once every launched step has run.
@@ -56,7 +56,8 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to run until the next one can be sampled."""
-        return min(self.num_tokens, self.max_kv_tokens) - self.num_computed_tokens
+        known, needed = self.num_tokens, self.max_kv_tokens
+        return (known if known < needed else needed) - self.num_computed_tokens
 
     def times(self, finished_time: float) -> RequestTimes:
         """Its history, as the front is told at the end."""

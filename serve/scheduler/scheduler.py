@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from serve.kv_cache.manager import KVCacheManager
-from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta, TokenLogprobs
+from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.preemption import PreemptionMode, choose_mode, headroom
+from serve.scheduler.progress import apply_result, count_prompt_tokens
 from serve.scheduler.queues import RequestQueue
 from serve.scheduler.request import Request, RequestStatus, make_request
-from serve.scheduler.stopping import finish_reason
 from serve.scheduler.totals import Totals
 
 RUNNING, WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
@@ -265,11 +266,14 @@ class Scheduler:
             if request.status is FINISHED:  # ended while the step was out
                 continue
             if request.num_prompt_tokens_counted < request.num_prompt_tokens:
-                self._count_prompt_tokens(request, entry)
-            delta = self._apply(entry, request, result, now)
+                self._totals.prompt_tokens += count_prompt_tokens(entry, request)
+            delta = apply_result(entry, request, result, now)
             if delta is not None:
                 deltas.append(delta)
-                any_ended |= delta.finish_reason is not None
+                self._totals.generation_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self._end(request, delta.finish_reason)
+                    any_ended = True
         if any_ended:
             self._drop_ended_from_running()
         return deltas
@@ -317,58 +321,6 @@ class Scheduler:
         assert step.plan is plan, "steps must be retired in the order they were made"
         return step
 
-    def _count_prompt_tokens(self, request: Request, entry: ScheduledRequest) -> None:
-        computed = min(entry.start + entry.num_tokens, request.num_prompt_tokens)
-        if computed > request.num_prompt_tokens_counted:
-            self._totals.prompt_tokens += computed - request.num_prompt_tokens_counted
-            request.num_prompt_tokens_counted = computed
-
-    def _apply(
-        self, entry: ScheduledRequest, request: Request, result: StepResult, now: float
-    ) -> TokenDelta | None:
-        """One request's gain from a step, or None when there is nothing to tell."""
-        token_ids: list[int] = []
-        reason: FinishReason | None = None
-        if entry.samples:
-            for token_id in result.token_ids[entry.request_id]:
-                request.token_ids.append(token_id)
-                token_ids.append(token_id)
-                reason = finish_reason(request, token_id)
-                if reason is not None:
-                    break
-            self._totals.generation_tokens += len(token_ids)
-            if request.first_token_time is None:
-                request.first_token_time = now
-        elif entry.start + entry.num_tokens == request.max_num_tokens:
-            reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
-        prompt_logprobs = self._new_prompt_logprobs(entry, request, result)
-        if not token_ids and prompt_logprobs is None and reason is None:
-            return None
-        logprobs = result.logprobs.get(entry.request_id)
-        if reason is not None:
-            self._end(request, reason)
-        return TokenDelta(
-            entry.request_id,
-            token_ids,
-            None if logprobs is None else logprobs[: len(token_ids)],
-            prompt_logprobs,
-            reason,
-            None,
-            None if reason is None else request.times(now),
-        )
-
-    def _new_prompt_logprobs(
-        self, entry: ScheduledRequest, request: Request, result: StepResult
-    ) -> list[TokenLogprobs] | None:
-        """Prompt logprobs that were not told before: a recomputed prompt is scored twice."""
-        scored = result.prompt_logprobs.get(entry.request_id)
-        if scored is None:
-            return None
-        # scored[0] belongs to prompt position entry.start + 1.
-        new = scored[max(0, request.num_prompt_logprobs_sent - entry.start) :]
-        request.num_prompt_logprobs_sent += len(new)
-        return new or None
-
     # ------------------------------------------------------------------ ends
 
     def _end(self, request: Request, reason: FinishReason) -> None:
@@ -407,29 +359,5 @@ class Scheduler:
         )
 
     def check_invariants(self) -> None:
-        """Every live request is in exactly one place, with the blocks that place calls for."""
-        self.kv.check_invariants()
-        assert len(self.running) <= self.limits.max_num_seqs
-        orders = [r.order for r in self.running]
-        assert orders == sorted(set(orders)), f"running is out of order: {orders}"
-        placed = [(r, RUNNING) for r in self.running]
-        placed += [(r, WAITING) for r in self.waiting] + [(r, SWAPPED) for r in self.swapped]
-        assert len(placed) == len(self.requests), (placed, self.requests)
-        for request, status in placed:
-            assert request.status is status, (request.request_id, request.status, status)
-            assert self.requests.get(request.request_id) is request, request.request_id
-            self._check_request(request)
-        self.kv.check_holders(
-            device={r.request_id for r in self.running},
-            host={r.request_id for r in self.swapped},
-        )
-
-    def _check_request(self, request: Request) -> None:
-        assert 0 <= request.num_in_flight <= request.num_steps_in_flight, request
-        assert request.num_computed_tokens <= request.max_kv_tokens, request
-        assert request.num_computed_tokens <= request.num_tokens <= request.max_num_tokens, request
-        if request.status is WAITING:
-            assert request.num_computed_tokens == 0, request
-        if request.status is RUNNING:
-            covered = len(self.kv.block_ids(request.request_id)) * self.kv.block_size
-            assert request.num_computed_tokens <= covered, request
+        """See invariants.py."""
+        check_scheduler(self)
