@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from serve.kv_cache.block_copy import BlockCopy
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(src, dst, src_ids, dst_ids): dst[:, dst_ids] = src[:, src_ids] for one layer's cache."""
@@ -29,13 +30,6 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
-
-
-class _Copy(Protocol):
-    @property
-    def src(self) -> int: ...
-    @property
-    def dst(self) -> int: ...
 
 
 class KVStorage:
@@ -66,7 +60,7 @@ class KVStorage:
         )
         self._copy_blocks = copy_blocks
 
-    def copy(self, copies: Sequence[_Copy], *, src: Tier, dst: Tier) -> None:
+    def copy(self, copies: Sequence[BlockCopy], *, src: Tier, dst: Tier) -> None:
         """Copy whole blocks of every layer between or within tiers.
 
         All reads of one call come before its writes, so chains of copies are safe.

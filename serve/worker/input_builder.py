@@ -48,6 +48,7 @@ class ModelInput:
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
+    prompt_lens: Tensor  # [T] int64
     attention: AttentionMetadata
     sample: SampleInput | None
     prompt_scores: list[PromptScoreInput]
@@ -74,17 +75,21 @@ class InputBuilder:
         ends = query_lens.cumsum()  # past each request's last token among the step's T
 
         positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
-        slots = self._slots(np.repeat(rows, query_lens), positions)
+        token_rows = np.repeat(rows, query_lens)
+        slots = self._slots(token_rows, positions)
+        prompt_lens = self._rows.columns.num_prompt_tokens[token_rows]
         known, in_flight = _token_ids(entries)
         sampling = np.flatnonzero([e.samples for e in entries])
 
-        long = (known, positions, slots, ends[sampling] - 1, rows[sampling])
-        token_ids, positions_, slots_, last_tokens, sample_rows = self._send(long)
+        token_ids, positions_, slots_, prompt_lens_, last_tokens, sample_rows = self._send(
+            (known, positions, slots, prompt_lens, ends[sampling] - 1, rows[sampling])
+        )
         if in_flight:
             self._fill_in_flight(token_ids, in_flight, rows[ends.searchsorted(in_flight, "right")])
         return ModelInput(
             token_ids=token_ids,
             positions=positions_,
+            prompt_lens=prompt_lens_,
             attention=self._attention(rows, query_lens, seq_lens, ends, slots_, num_decode_rows),
             sample=SampleInput(
                 request_ids=[entries[i].request_id for i in sampling],

@@ -102,7 +102,9 @@ class ModelRunner:
         return self._sample(hidden, step.sample, prompts)
 
     def _forward(self, step: ModelInput) -> Tensor:
-        context = ForwardContext(self._storage.layers, step.attention, step.positions)
+        context = ForwardContext(
+            self._storage.layers, step.attention, step.positions, step.prompt_lens
+        )
         return self._model.forward(step.token_ids, context)
 
     def _sample(

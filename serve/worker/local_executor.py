@@ -1,0 +1,34 @@
+"""LocalExecutor: one worker in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.config import EngineConfig
+from serve.scheduler.output import SchedulerOutput
+from serve.worker.executor import PendingTokens, WorkerInfo
+from serve.worker.worker import Worker
+
+
+class LocalExecutor:
+    """Executor over a Worker that it makes in `start` and drops in `close`."""
+
+    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._worker: Worker | None = None
+
+    def start(self) -> WorkerInfo:
+        """Load the model and allocate the cache. Raises ConfigError."""
+        assert self._worker is None, "started twice"
+        self._worker = Worker(self._config, self._model_path)
+        return self._worker.info
+
+    def execute(self, plan: SchedulerOutput) -> PendingTokens:
+        """Launch a step; on a CPU it has run when this returns."""
+        assert self._worker is not None, "not started"
+        return self._worker.runner.execute(plan)
+
+    def close(self) -> None:
+        """Drop the model and the cache; memory goes back when nobody else holds them."""
+        self._worker = None
