@@ -1,0 +1,57 @@
+"""Paged attention by Triton kernels, as the models see it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serve.kernels.base import AttentionMetadata, BackendLimits
+from serve.kernels.triton.arguments import BLOCK_SIZES, DTYPES, HEAD_DIMS, AttentionArguments
+from serve.kernels.triton.attention import ragged_attention
+from serve.kernels.triton.kv_write import write_kv
+from serve.kernels.triton.tiles import TileTable
+
+
+class TritonAttention:
+    """An AttentionBackend. One head of one block is one contiguous piece of the cache."""
+
+    name = "triton"
+    limits = BackendLimits(
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES),
+        head_dims=HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+    )
+
+    def __init__(self, tiles: TileTable) -> None:
+        self._tiles = tiles
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """[2, num_blocks, num_kv_heads, block_size, head_dim]."""
+        return (2, num_blocks, num_kv_heads, block_size, head_dim)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Store key and value [T, num_kv_heads, head_dim] at their slots."""
+        write_kv(key, value, kv, slot_mapping)
+
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of this step's tokens over their requests' blocks."""
+        arguments = AttentionArguments.of(
+            query, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if query.shape[0]:
+            tile = self._tiles.attention("ragged", query.dtype, arguments.head_dim)
+            ragged_attention(arguments, out, first_row=0, tile=tile, always_mask=False)
+        return out

@@ -1,0 +1,142 @@
+"""Ragged attention steps with known answers, for any backend.
+
+A case holds every request's keys and values in the open; `Step` lays them out in a backend's cache,
+with NaN wherever a kernel must not look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.kernels.base import AttentionBackend, AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model and a cache fix."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Options:
+    """The optional parts of attention."""
+
+    scale: float = 0.125
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def keywords(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("scale", "window", "softcap", "sinks")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's tensors: R requests with (query_len, seq_len) each, single tokens first."""
+
+    query: Tensor  # [T, num_heads, head_dim]
+    keys: list[Tensor]  # per request [seq_len, num_kv_heads, head_dim]
+    values: list[Tensor]
+    kv: Tensor
+    meta: AttentionMetadata
+
+    def attend(self, backend: AttentionBackend, options: Options) -> Tensor:
+        return backend.attend(self.query, self.kv, self.meta, **options.keywords())
+
+    def exact(self, options: Options) -> Tensor:
+        """The answer in fp64, from the open keys and values, one request at a time."""
+        parts = self.query.double().split(self.meta.query_lens_host)
+        return torch.cat(
+            [
+                exact_attention(q, k.double(), v.double(), options)
+                for q, k, v in zip(parts, self.keys, self.values, strict=True)
+            ]
+        )
+
+
+def make_step(
+    backend: AttentionBackend,
+    shape: Shape,
+    lens: list[tuple[int, int]],
+    *,
+    seed: int = 0,
+    padding: int = 0,
+) -> Step:
+    """Random requests of (query_len, seq_len) in shuffled blocks. Slots that hold no token of
+    theirs are NaN, the null block's too. `padding` widens the block table with null blocks."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, dtype=torch.float64).to(shape.dtype)
+
+    block_counts = [-(-seq_len // shape.block_size) for _, seq_len in lens]
+    num_blocks = sum(block_counts)
+    kv = torch.full(
+        backend.kv_shape(num_blocks + 3, shape.block_size, shape.num_kv_heads, shape.head_dim),
+        float("nan"),
+        dtype=shape.dtype,
+    )
+    block_ids = torch.randperm(num_blocks + 2, generator=random)[:num_blocks] + 1
+    table = torch.zeros(len(lens), max(block_counts) + padding, dtype=torch.int32)
+    keys, values, new_slots = [], [], []
+    for row, ((query_len, seq_len), own) in enumerate(
+        zip(lens, block_ids.split(block_counts), strict=True)
+    ):
+        table[row, : len(own)] = own
+        keys.append(normal(seq_len, shape.num_kv_heads, shape.head_dim))
+        values.append(normal(seq_len, shape.num_kv_heads, shape.head_dim))
+        positions = torch.arange(seq_len)
+        slots = own[positions // shape.block_size] * shape.block_size
+        slots += positions % shape.block_size
+        backend.write_kv(keys[-1], values[-1], kv, slots)
+        new_slots.append(slots[seq_len - query_len :])
+    query_lens = [query_len for query_len, _ in lens]
+    seq_lens = [seq_len for _, seq_len in lens]
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    meta = AttentionMetadata(
+        query_start_loc=starts.int(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.cat(new_slots),
+        num_decode_rows=sum(length == 1 for length in query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    query = normal(sum(query_lens), shape.num_heads, shape.head_dim)
+    return Step(query, keys, values, kv, meta)
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    """fp64 softmax(scale * q k^T) v of one request: query [L, H, D] ends at key's last position."""
+    query_len, num_heads, _ = query.shape
+    group = num_heads // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("lhd,shd->hls", query, key) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    distance = torch.arange(key.shape[0] - query_len, key.shape[0])[:, None]
+    distance = distance - torch.arange(key.shape[0])
+    visible = distance >= 0
+    if options.window is not None:
+        visible &= distance < options.window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if options.sinks is not None:
+        sink = options.sinks.double()[:, None, None].expand(num_heads, query_len, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[0]]
+    return torch.einsum("hls,shd->lhd", weights, value)
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    """‖out - exact‖ / ‖exact‖."""
+    return float((out.double() - exact).norm() / exact.norm())
