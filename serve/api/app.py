@@ -1,0 +1,56 @@
+"""The web application: routes, error answers and what stands around them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from serve import __version__
+from serve.api.auth import OPEN_PATHS, ApiKeyGuard
+from serve.api.chat import chat_routes
+from serve.api.completions import completion_routes
+from serve.api.errors import install_error_handlers
+from serve.api.metrics import Metrics
+from serve.api.openapi import describe_bodies
+from serve.api.protocol.chat import ChatCompletionRequest
+from serve.api.protocol.completions import CompletionRequest
+from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from serve.api.request_id import RequestIds
+from serve.api.service import Service
+from serve.api.system import system_routes
+from serve.api.tokenize import tokenize_routes
+from serve.config import ServerConfig
+
+if TYPE_CHECKING:
+    from serve.engine.async_engine import AsyncEngine
+
+BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig, metrics: Metrics) -> FastAPI:
+    """The application over a started engine. Starting, draining and closing it is the caller's."""
+    app = FastAPI(title="serve-llm", version=__version__)
+    service = Service(engine, config, metrics)
+    for routes in (chat_routes, completion_routes, tokenize_routes, system_routes):
+        app.include_router(routes(service))
+    describe_bodies(app, BODIES)
+    install_error_handlers(app)
+    _surround(app, config)
+    return app
+
+
+def _surround(app: FastAPI, config: ServerConfig) -> None:
+    """Middleware, innermost first: a preflight meets CORS before it meets the key guard."""
+    if config.api_key:
+        open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
+        app.add_middleware(ApiKeyGuard, keys=config.api_key, open_paths=open_paths)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(config.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+    app.add_middleware(RequestIds)

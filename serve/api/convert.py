@@ -1,0 +1,227 @@
+"""Request fields → sampling parameters and prompt ids. Every default lives here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve.api.errors import Unsupported
+from serve.api.protocol.common import GenerationRequest
+from serve.api.service import Service
+from serve.engine.tokenizer import Tokenizer
+from serve.errors import InvalidRequest
+from serve.sampling_params import SamplingParams
+
+MAX_CHOICES = 1024
+MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+
+# Fields that SamplingParams has under the same name.
+_SAME_NAME = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+# Known fields that ask for something this server does not do. Null, false and empty ask nothing.
+_UNSUPPORTED = {
+    "suffix": "completing the middle of a text is not supported",
+    "use_beam_search": "beam search is not supported; use sampling with n",
+    "best_of": "this parameter was withdrawn; ask for n choices and pick the best by logprobs",
+    "length_penalty": "it belongs to beam search, which is not supported",
+    "prompt_embeds": "prompts are text or token ids",
+    "functions": "it was replaced by tools",
+    "function_call": "it was replaced by tool_choice",
+    "audio": "this model writes text only",
+    "web_search_options": "this server searches nothing",
+    "structured_outputs": "structured output is not supported",
+    "guided_json": "structured output is not supported",
+    "guided_regex": "structured output is not supported",
+    "guided_choice": "structured output is not supported",
+    "guided_grammar": "structured output is not supported",
+    "thinking_token_budget": "a budget for thinking is not supported",
+    "repetition_detection": "ending repetitions is not supported; use max_tokens",
+    "logprob_token_ids": "logprobs of chosen ids are not supported; use logprobs",
+    "cache_salt": "salted prefix caching is not supported",
+    "kv_transfer_params": "KV transfer is not supported",
+    "vllm_xargs": "there are no plugins here",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobCounts:
+    """Alternatives per generated and per prompt token, within the cap; None: none at all."""
+
+    generated: int | None = None
+    prompt: int | None = None
+
+
+def refuse_unsupported(body: GenerationRequest) -> None:
+    """Raises Unsupported, naming the field and the reason."""
+    extra = body.model_extra or {}
+    for name in _UNSUPPORTED.keys() & extra.keys():
+        if extra[name] not in (None, False, "", [], {}) and not (
+            name == "best_of" and extra[name] == (body.n or 1)
+        ):
+            raise Unsupported(f"{name}: {_UNSUPPORTED[name]}.", param=name)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
+    if body.stream_interval is not None and body.stream_interval < 1:
+        raise InvalidRequest("stream_interval must be 1 or more.", param="stream_interval")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+
+
+def num_choices(body: GenerationRequest, num_prompts: int = 1) -> int:
+    """`n`, within bounds."""
+    n = 1 if body.n is None else body.n
+    if n < 1:
+        raise InvalidRequest(f"n must be 1 or more, not {n}.", param="n")
+    if n * num_prompts > MAX_CHOICES:
+        raise InvalidRequest(
+            f"The request asks for more than {MAX_CHOICES} completions ({num_prompts} prompts, "
+            f"n = {n}). Split it.",
+            param="n" if n > 1 else "prompt",
+        )
+    return n
+
+
+async def sampling_params(
+    body: GenerationRequest, service: Service, max_tokens: int | None, logprobs: LogprobCounts
+) -> SamplingParams:
+    """What the body asks, over the model's own defaults, over ours.
+
+    Raises InvalidRequest, naming the field. `max_tokens` None: up to the end of the context.
+    """
+    defaults = service.engine.model.generation_defaults
+    given = {name: getattr(body, name) for name in _SAME_NAME}
+    fields: dict[str, Any] = {
+        **{name: value for name, value in defaults.items() if name in _SAME_NAME},
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    vocab_size = service.engine.model.vocab_size
+    return SamplingParams(
+        **fields,
+        max_tokens=max_tokens,
+        seed=None if body.seed == -1 else body.seed,
+        stop=_stop_strings(body.stop),
+        stop_token_ids=checked_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids"),
+        allowed_token_ids=_allowed_ids(body.allowed_token_ids, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        bad_words_token_ids=await _bad_words(body.bad_words or [], service.engine.tokenizer),
+        logprobs=logprobs.generated,
+        prompt_logprobs=logprobs.prompt,
+    )
+
+
+def capped_logprobs(count: int | None, service: Service, param: str) -> int | None:
+    """The count, if within 0 and the cap."""
+    cap = service.config.max_logprobs
+    if count is not None and not 0 <= count <= cap:
+        raise InvalidRequest(f"{param} must be between 0 and {cap}, not {count}.", param=param)
+    return count
+
+
+def checked_ids(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    """The ids, if all are in the vocabulary."""
+    result = tuple(ids)
+    for i, token_id in enumerate(result):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param}.{i}: {token_id} is not a token id of this model (0 to {vocab_size - 1}).",
+                param=f"{param}.{i}",
+            )
+    return result
+
+
+async def prompt_ids(
+    prompt: str | list[int], body: GenerationRequest, service: Service
+) -> list[int]:
+    """One prompt as ids, with the tokenizer's special tokens unless told otherwise."""
+    if isinstance(prompt, str):
+        adds = True if body.add_special_tokens is None else body.add_special_tokens
+        ids = await service.engine.tokenizer.encode(prompt, add_special_tokens=adds)
+    else:
+        ids = list(checked_ids(prompt, service.engine.model.vocab_size, "prompt"))
+    if not ids:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    return truncated(ids, body, service)
+
+
+def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list[int]:
+    """At most `truncate_prompt_tokens` ids; the start is cut off unless `truncation_side` says not.
+
+    -1 means as many as the context takes beside one new token.
+    """
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return ids
+    if limit == -1:
+        limit = service.engine.model.max_model_len - 1
+    if limit < 1:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens"
+        )
+    return ids[:limit] if body.truncation_side == "right" else ids[-limit:]
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings.", param="stop")
+    return strings
+
+
+def _allowed_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is not None and not ids:
+        raise InvalidRequest(
+            "allowed_token_ids must not be empty; leave it out.", param="allowed_token_ids"
+        )
+    return checked_ids(ids or (), vocab_size, "allowed_token_ids")
+
+
+def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    """Keys are ids in text form; values are cut to ±100, which force or ban already."""
+    result = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:20]!r} is not a token id of this model "
+                f"(0 to {vocab_size - 1}).",
+                param="logit_bias",
+            )
+        result[int(key)] = max(-100.0, min(100.0, value))
+    return result
+
+
+async def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's ids, as it is written at the start of a text and after a space."""
+    if not words:
+        return ()
+    if len(words) > MAX_BAD_WORDS or any(not word.strip() for word in words):
+        raise InvalidRequest(
+            f"bad_words takes at most {MAX_BAD_WORDS} words, none of them empty.", param="bad_words"
+        )
+    spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+    encoded = await asyncio.gather(
+        *(tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings)
+    )
+    return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
+
+def completion_limit(value: int | None, minimum: int, param: str) -> int | None:
+    """`max_tokens` under the name the client used."""
+    if value is not None and value < minimum:
+        raise InvalidRequest(f"{param} must be {minimum} or more, not {value}.", param=param)
+    return value

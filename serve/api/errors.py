@@ -1,0 +1,191 @@
+"""What each exception looks like to an HTTP client: one table, one body shape (OpenAI's).
+
+Answers stay small whatever was sent: messages and field paths are cut to a fixed length, and the
+offending input is never repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+    StepFailed,
+)
+
+MAX_MESSAGE_CHARS = 2000
+MAX_PATH_PART_CHARS = 64
+
+logger = logging.getLogger(__name__)
+
+
+class Unsupported(InvalidRequest):
+    """The field is known, but this server cannot do what it asks."""
+
+
+class MissingField(InvalidRequest):
+    """A required field is absent."""
+
+
+class InvalidJson(RequestError):
+    """The body is not JSON."""
+
+
+class NoSuchRoute(RequestError):
+    """Nothing is served at this path."""
+
+
+class WrongMethod(RequestError):
+    """The path exists, but not for this method."""
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong."""
+
+
+class BodyTooLarge(RequestError):
+    """The request body exceeds the server's limit."""
+
+
+class UnsupportedMediaType(RequestError):
+    """The body is announced as something that is not JSON."""
+
+
+class ClientGone(RequestError):
+    """The client hung up; nobody reads the answer to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """Status, `type` and `code` of one class of errors."""
+
+    status: int
+    type: str
+    code: str
+
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+
+ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
+    {
+        InvalidRequest: ErrorKind(400, _INVALID, "invalid_value"),
+        Unsupported: ErrorKind(400, _INVALID, "unsupported_value"),
+        MissingField: ErrorKind(400, _INVALID, "missing_required_parameter"),
+        InvalidJson: ErrorKind(400, _INVALID, "invalid_json"),
+        PromptTooLong: ErrorKind(400, _INVALID, "context_length_exceeded"),
+        Unauthorized: ErrorKind(401, "authentication_error", "invalid_api_key"),
+        ModelNotFound: ErrorKind(404, _INVALID, "model_not_found"),
+        NoSuchRoute: ErrorKind(404, _INVALID, "unknown_url"),
+        WrongMethod: ErrorKind(405, _INVALID, "method_not_allowed"),
+        BodyTooLarge: ErrorKind(413, _INVALID, "request_too_large"),
+        UnsupportedMediaType: ErrorKind(415, _INVALID, "unsupported_media_type"),
+        QueueFull: ErrorKind(429, "rate_limit_error", "queue_full"),
+        ClientGone: ErrorKind(499, _INVALID, "client_closed_request"),
+        RequestError: ErrorKind(400, _INVALID, "bad_request"),
+        StepFailed: ErrorKind(500, _SERVER, "step_failed"),
+        EngineDead: ErrorKind(503, _SERVER, "engine_dead"),
+        EngineError: ErrorKind(500, _SERVER, "engine_error"),
+        Exception: ErrorKind(500, _SERVER, "internal_error"),
+    }
+)
+
+
+def error_kind(error: Exception) -> ErrorKind:
+    """The table's entry for the error's class, or its nearest ancestor's."""
+    for cls in type(error).__mro__:
+        if cls in ERROR_KINDS:
+            return ERROR_KINDS[cls]
+    raise AssertionError(f"{type(error)} is no Exception")
+
+
+def error_body(error: Exception) -> dict[str, object]:
+    """OpenAI's error object. Unforeseen errors keep their text for the log."""
+    kind = error_kind(error)
+    message = str(error)
+    if kind.code == "internal_error":
+        message = "Internal error. The server's log has the details."
+    return {
+        "error": {
+            "message": message[:MAX_MESSAGE_CHARS],
+            "type": kind.type,
+            "param": getattr(error, "param", None),
+            "code": kind.code,
+        }
+    }
+
+
+def error_response(error: Exception) -> Response:
+    """The whole HTTP answer for an error raised before anything was sent."""
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        json.dumps(error_body(error)),
+        status_code=error_kind(error).status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """The first of pydantic's complaints in one sentence; how many more there are in another."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    first = details[0]
+    path = field_path(first["loc"])
+    if first["type"] == "missing":
+        return MissingField(f"{path} is required.", param=path)
+    problem = first["msg"].removeprefix("Value error, ").rstrip(".")
+    others = len({d["loc"][:2] for d in details}) - 1
+    more = f" ({others} more fields are wrong.)" if others else ""
+    return InvalidRequest(f"{path or 'body'}: {problem}.{more}", param=path or None)
+
+
+def field_path(location: Sequence[int | str]) -> str:
+    """`messages.0.content`: pydantic's location without its union members, each part bounded."""
+    return ".".join(str(p)[:MAX_PATH_PART_CHARS] for p in location if not _is_union_member(p))
+
+
+def _is_union_member(part: int | str) -> bool:
+    return isinstance(part, str) and (
+        part in ("str", "int", "float", "bool") or re.search(r"[\[\]()A-Z]", part) is not None
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every exception of a route becomes the body above; Starlette's own 404 and 405 as well."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:200]
+        if error.status_code == 405:
+            response = error_response(WrongMethod(f"{request.method} is not served at {path}."))
+            response.headers.update(error.headers or {})
+            return response
+        return error_response(NoSuchRoute(f"Nothing is served at {path}."))
+
+    app.add_exception_handler(RequestError, on_error)
+    app.add_exception_handler(EngineError, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_error)

@@ -1,0 +1,247 @@
+"""One HTTP request's generation: n choices of one or more prompts, as one stream of outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from serve.api.protocol.common import PromptTokensDetails, Usage
+from serve.api.service import Service
+from serve.engine.outputs import RequestOutput
+from serve.errors import EngineDead, StepFailed
+from serve.messages import FinishReason, TokenLogprobs
+from serve.sampling_params import SamplingParams
+
+# What the engine refuses, it refuses in a request's first step, without waiting for anything.
+# A request that has not failed after this time is generating, and its stream may begin.
+REFUSAL_TIME_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to generate. Choice i belongs to prompt i // n."""
+
+    label: str
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    n: int = 1
+    priority: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """How many completions there will be."""
+        return len(self.prompts) * self.n
+
+
+@dataclass(slots=True)
+class Tally:
+    """Token counts so far; changed only by the `Outputs` that owns it."""
+
+    generated: list[int]
+    cached: list[int]
+    num_prompt_tokens: int
+    n: int
+
+    def usage(self) -> Usage:
+        """In the API's form: each prompt counts once however many choices it has."""
+        generated = sum(self.generated)
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=generated,
+            total_tokens=self.num_prompt_tokens + generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached[:: self.n])),
+        )
+
+
+class Outputs:
+    """The outputs of all choices as they come: an async iterator of (choice index, output).
+
+    One task per choice follows the engine's stream; the queue between is short, so a slow reader
+    slows its own tasks and nothing else. `aclose` (always call it) ends whatever still runs, which
+    aborts it in the engine. Raises what the engine raises: StepFailed, EngineDead, RequestError.
+    """
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self._service = service
+        self._job = job
+        self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(
+            max(4, 2 * job.num_choices)
+        )
+        self._unfinished = job.num_choices
+        self._started_at = time.monotonic()
+        self.tally = Tally(
+            generated=[0] * job.num_choices,
+            cached=[0] * job.num_choices,
+            num_prompt_tokens=sum(len(ids) for ids in job.prompts),
+            n=job.n,
+        )
+        self._tasks = [
+            asyncio.create_task(self._follow(i, self._generate(i))) for i in range(job.num_choices)
+        ]
+        service.open_requests.count += 1
+        self._first: tuple[int, RequestOutput | Exception] | None = None
+
+    async def start(self) -> None:
+        """Wait until the engine has refused or (probably) accepted; raises the refusal."""
+        try:
+            async with asyncio.timeout(REFUSAL_TIME_S):
+                self._first = await self._queue.get()
+        except TimeoutError:
+            return
+        if isinstance(self._first[1], Exception):
+            await self.aclose()
+            raise self._first[1]
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Itself: there is one reader."""
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        """The next output of whichever choice has one."""
+        if self._unfinished == 0:
+            raise StopAsyncIteration
+        if self._first is None:
+            index, output = await self._queue.get()
+        else:
+            (index, output), self._first = self._first, None
+        if isinstance(output, Exception):
+            raise output
+        self.tally.generated[index] = output.num_generated_tokens
+        self.tally.cached[index] = output.num_cached_tokens
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+            _raise_failure(output)
+        return index, output
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished. Does nothing the second time."""
+        if not self._tasks:
+            return
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._service.open_requests.count -= 1
+        if not self._service.config.disable_log_requests:
+            logger.info(
+                "%s: %d prompt + %d generated tokens, %s, %.2f s",
+                self._job.label,
+                self.tally.num_prompt_tokens,
+                sum(self.tally.generated),
+                "aborted" if self._unfinished else "done",
+                time.monotonic() - self._started_at,
+            )
+
+    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        prompt, choice = divmod(index, self._job.n)
+        sampling = self._job.sampling
+        if choice and sampling.seed is not None:
+            # Choices differ, and yet each is reproducible.
+            sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+        label = self._job.label if self._job.num_choices == 1 else f"{self._job.label}-{index}"
+        return self._service.engine.generate(
+            self._job.prompts[prompt], sampling, priority=self._job.priority, request_id=label
+        )
+
+    async def _follow(self, index: int, stream: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for output in stream:
+                    await self._queue.put((index, output))
+        except Exception as error:
+            await self._queue.put((index, error))  # raised in the reader's __anext__
+
+
+def _raise_failure(output: RequestOutput) -> None:
+    if output.finish_reason is FinishReason.ERROR:
+        raise StepFailed(output.error or "The engine failed while working on this request.")
+    if output.finish_reason is FinishReason.ABORT:
+        raise EngineDead("The server ended this request because it is shutting down.")
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice put together from its outputs; changed only by `collect`."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        """Append an output."""
+        self.texts.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs or []
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    @property
+    def ended_by(self) -> Literal["stop", "length"]:
+        """`finish_reason` as the API spells it."""
+        return "stop" if self.finish_reason is FinishReason.STOP else "length"
+
+
+async def collect(service: Service, job: Job) -> tuple[list[Choice], Usage]:
+    """Generate everything and return it whole."""
+    outputs = Outputs(service, job)
+    choices = [Choice() for _ in range(job.num_choices)]
+    try:
+        async for index, output in outputs:
+            choices[index].add(output)
+    finally:
+        await outputs.aclose()
+    return choices, outputs.tally.usage()
+
+
+async def in_intervals(
+    outputs: Outputs, interval: int | None
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs, joined so that each but a choice's first and last has `interval` tokens."""
+    if interval is None or interval == 1:
+        async for item in outputs:
+            yield item
+        return
+    held: dict[int, RequestOutput] = {}
+    begun: set[int] = set()
+    async for index, output in outputs:
+        output = _joined(held.pop(index, None), output)
+        ready = output.finish_reason is not None or len(output.token_ids) >= interval
+        if ready or (index not in begun and output.token_ids):
+            begun.add(index)
+            yield index, output
+        else:
+            held[index] = output
+
+
+def _joined(earlier: RequestOutput | None, later: RequestOutput) -> RequestOutput:
+    if earlier is None:
+        return later
+    return replace(
+        later,
+        text=earlier.text + later.text,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=_joined_lists(earlier.logprobs, later.logprobs),
+        prompt_logprobs=_joined_lists(earlier.prompt_logprobs, later.prompt_logprobs),
+    )
+
+
+def _joined_lists(
+    earlier: list[TokenLogprobs] | None, later: list[TokenLogprobs] | None
+) -> list[TokenLogprobs] | None:
+    return later if earlier is None else earlier + (later or [])

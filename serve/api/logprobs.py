@@ -1,0 +1,130 @@
+"""Log-probabilities in the API's two forms (and vLLM's for prompts).
+
+A token is named by its own text, never by its neighbours'. A token that holds only part of a
+character is named by its bytes (`bytes:\\xe2\\x80`), so that names stay distinct; the `bytes` of
+consecutive tokens join to the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve.api.protocol.common import PromptLogprob, PromptLogprobs
+from serve.engine.tokenizer import Tokenizer
+from serve.messages import TokenLogprobs
+
+LOWEST = -9999.0
+"""Stands for a probability of zero, whose logarithm JSON cannot say (OpenAI's choice)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How tokens are shown in an answer."""
+
+    tokenizer: Tokenizer
+    as_ids: bool  # `token_id:17`, on request
+    skip_special: bool  # the text leaves special tokens out
+
+    def name(self, token_id: int) -> str:
+        """Text, bytes or id; never empty for a token that has any."""
+        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text."""
+        if self.skip_special and token_id in self.tokenizer.tokens.special_ids:
+            return b""
+        return self.tokenizer.token_bytes(token_id)
+
+
+def finite(logprob: float) -> float:
+    """A number JSON can carry."""
+    return logprob if math.isfinite(logprob) else LOWEST
+
+
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], num_top: int, names: TokenNames
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat answer or chunk."""
+
+    def candidate(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = names.text_bytes(token_id)
+        return {
+            "token": names.name(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(raw) if raw else None,
+        }
+
+    content = []
+    for entry in entries:
+        top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
+        content.append(
+            {
+                **candidate(entry.token_id, entry.logprob),
+                "top_logprobs": [candidate(token_id, value) for token_id, value in top],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobsWriter:
+    """`choices[].logprobs` of one completion, in one piece or many: it keeps the text offset."""
+
+    def __init__(self, num_top: int, names: TokenNames) -> None:
+        self._num_top = num_top
+        self._names = names
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def prompt(self, prompt_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The echoed prompt: its first token has no probability."""
+        return self._write(list(prompt_ids), [None, *entries])
+
+    def generated(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens."""
+        return self._write([entry.token_id for entry in entries], entries)
+
+    def _write(
+        self, token_ids: list[int], entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        assert len(token_ids) == len(entries), (len(token_ids), len(entries))
+        return {
+            "tokens": [self._names.name(token_id) for token_id in token_ids],
+            "token_logprobs": [finite(e.logprob) if e else None for e in entries],
+            "top_logprobs": [self._top(e) if e else None for e in entries],
+            "text_offset": [self._advance(token_id) for token_id in token_ids],
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[: self._num_top]
+        pairs = [*top, (entry.token_id, entry.logprob)]
+        return {self._names.name(token_id): finite(value) for token_id, value in pairs}
+
+    def _advance(self, token_id: int) -> int:
+        start = self._offset
+        self._offset += len(self._decoder.decode(self._names.text_bytes(token_id)))
+        return start
+
+
+def joined_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several parts of one completion as one."""
+    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: per position the candidates by id, the prompt's own among them."""
+    return [None, *(_candidates(entry, names) for entry in entries)]
+
+
+def _candidates(entry: TokenLogprobs, names: TokenNames) -> dict[int, PromptLogprob]:
+    ranked = zip(entry.top_token_ids, entry.top_logprobs, range(1, 10**6), strict=False)
+    rows = [*ranked, (entry.token_id, entry.logprob, entry.rank)]
+    return {
+        token_id: PromptLogprob(
+            logprob=finite(value), rank=rank, decoded_token=names.name(token_id)
+        )
+        for token_id, value, rank in rows
+    }

@@ -1,0 +1,117 @@
+"""What chat and completions share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 16.0 is an integer there, and some clients write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)]
+"""An integer of at most 64 bits; never a boolean, never text."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class RequestModel(BaseModel):
+    """Base of what clients send: no coercion; fields we do not know are kept, not refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class ResponseModel(BaseModel):
+    """Base of what we send."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(RequestModel):
+    """Which usage figures a stream carries."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(RequestModel):
+    """The fields of both endpoints. Names and meaning are OpenAI's, the others vLLM's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: Whole | None = None
+    n: Whole | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    top_k: Whole | None = None
+    min_p: Finite | None = None
+    presence_penalty: Finite | None = None
+    frequency_penalty: Finite | None = None
+    repetition_penalty: Finite | None = None
+    seed: Whole | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, Finite] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Whole | None = None
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    user: str | None = None
+
+
+class PromptTokensDetails(ResponseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    """Token counts of one HTTP request: each prompt once, all its completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(ResponseModel):
+    """One candidate at a prompt position (vLLM's shape)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One entry per prompt token, the first is null."""
+
+
+class ErrorInfo(ResponseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(ResponseModel):
+    """Every answer with a status of 400 or more."""
+
+    error: ErrorInfo

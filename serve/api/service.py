@@ -1,0 +1,58 @@
+"""What the routes work with."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from serve import __version__
+from serve.api.metrics import Metrics
+from serve.config import ServerConfig
+from serve.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from serve.engine.async_engine import AsyncEngine
+
+
+@dataclass(slots=True)
+class OpenRequests:
+    """How many generation requests are open; changed only by `serve.api.generation`."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The engine and the settings, handed to every route."""
+
+    engine: AsyncEngine
+    config: ServerConfig
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
+
+    def served_name(self, asked: str | None) -> str:
+        """The name to answer under. Raises ModelNotFound; None means the first served name."""
+        names = self.engine.model.names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            raise ModelNotFound(
+                f"The model {asked[:200]!r} is not served here. Served: {', '.join(names)}.",
+                param="model",
+            )
+        return asked
+
+    def fingerprint(self) -> str:
+        """Changes whenever a setting changes that may change what a seed produces."""
+        ready = self.engine.ready
+        parts = (
+            __version__,
+            self.engine.model.names[0],
+            ready.device,
+            ready.dtype,
+            ready.attention_backend,
+        )
+        return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]

@@ -1,0 +1,138 @@
+"""Server-sent events: an answer written event by event, for as long as its reader reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve.api.errors import ClientGone, error_body
+from serve.api.generation import Outputs
+from serve.errors import ServeError
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_INTERVAL_S = 15.0
+STALL_LIMIT_S = 60.0
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def error_event(error: Exception) -> bytes:
+    """An error after the status line has gone: OpenAI's error body as one more event."""
+    return b"data: " + json.dumps(error_body(error)).encode("ascii") + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events` as they come and then closes `outputs`, whatever happens.
+
+    A failure ends the stream with an error event. A client that hangs up, or that reads nothing for
+    `stall_limit_s`, ends the generation. While nothing is generated, comments keep the connection
+    from being taken for dead.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        outputs: Outputs,
+        *,
+        keep_alive_s: float = KEEP_ALIVE_INTERVAL_S,
+        stall_limit_s: float = STALL_LIMIT_S,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        # X-Accel-Buffering: nginx would otherwise hold events back.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._outputs = outputs
+        self._keep_alive_s = keep_alive_s
+        self._stall_limit_s = stall_limit_s
+        self._lock = asyncio.Lock()
+        self._write_began: float | None = None
+        self._num_writes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write until the events end or the reader is gone."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await send(start)
+            tasks.append(asyncio.create_task(self._write_all(send)))
+            tasks.append(asyncio.create_task(self._watch(receive, send)))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._outputs.aclose()
+
+    async def _write_all(self, send: Send) -> None:
+        try:
+            async for event in self._events:
+                await self._write(send, event)
+        except ServeError as error:
+            await self._write(send, error_event(error))
+        except Exception as error:
+            logger.exception("a stream failed")
+            await self._write(send, error_event(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, event: bytes) -> None:
+        async with self._lock:
+            self._write_began = time.monotonic()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._write_began = None
+            self._num_writes += 1
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Returns when the client is gone or has stopped reading."""
+        gone = asyncio.create_task(until_gone(receive))
+        try:
+            while not gone.done():
+                writes_before = self._num_writes
+                await asyncio.wait({gone}, timeout=self._keep_alive_s)
+                if self._write_began is not None:
+                    if time.monotonic() - self._write_began > self._stall_limit_s:
+                        logger.info("a client stopped reading its stream; it is dropped")
+                        return
+                elif writes_before == self._num_writes and not gone.done():
+                    async with asyncio.timeout(self._stall_limit_s):
+                        await self._write(send, KEEP_ALIVE)
+        except TimeoutError:
+            logger.info("a client stopped reading its stream; it is dropped")
+        finally:
+            gone.cancel()
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client closes the connection. The body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled (raising ClientGone here) if the client hangs up."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(until_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("The client hung up before its answer was ready.")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
