@@ -1,0 +1,236 @@
+"""The front half of the engine: requests in, streams of text out.
+
+One task, the pump, receives the engine's step outputs and feeds every stream; each stream has one
+reader. A reader that goes away, for whatever reason, ends in an abort, unless the engine is done
+with the request already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator
+
+from serve.engine.client import EngineClient
+from serve.engine.detokenizer import Detokenizer
+from serve.engine.observer import EngineObserver, FinishedRequest
+from serve.engine.outputs import RequestOutput
+from serve.engine.request_limits import resolve_sampling
+from serve.engine.request_stream import RequestStream
+from serve.engine.served_model import GenerationConfig, ServedModel
+from serve.engine.tokenizer import Tokenizer
+from serve.errors import EngineDead
+from serve.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineDied,
+    EngineReady,
+    FinishReason,
+    StepOutputs,
+    TokenDelta,
+)
+from serve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """Everything the API needs of an engine. Lives on one event loop; `start` first, `close` last.
+
+    `ready` and `model` exist from `start` on. `dead_reason` says why nothing can be generated any
+    more, or is None.
+    """
+
+    ready: EngineReady
+    model: ServedModel
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        observer: EngineObserver,
+        *,
+        names: tuple[str, ...] = ("default",),
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.dead_reason: str | None = None
+        self._client = client
+        self._observer = observer
+        self._names = names
+        self._generation = generation
+        self._ids = itertools.count()
+        self._expecting: dict[str, RequestStream] = {}  # the engine still owes these deltas
+        self._num_readers = 0
+        self._no_readers = asyncio.Event()
+        self._no_readers.set()
+        self._dead = asyncio.Event()
+        self._draining = False
+        self._pump_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the engine. Raises ConfigError or EngineDead."""
+        self.ready = await self._client.start()
+        end_ids = set(self._generation.eos_token_ids)
+        if self.tokenizer.eos_token_id is not None:
+            end_ids.add(self.tokenizer.eos_token_id)
+        self.model = ServedModel(
+            names=self._names,
+            max_model_len=self.ready.max_model_len,
+            vocab_size=self.ready.vocab_size,
+            eos_token_ids=frozenset(i for i in end_ids if i < self.ready.vocab_size),
+            generation_defaults=dict(self._generation.sampling_defaults),
+        )
+        self._observer.engine_ready(self.ready, self.model)
+        self._pump_task = asyncio.create_task(self._pump(), name="engine-pump")
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        continues_prompt: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream one request's output. What can never be answered is refused in this very call
+        (PromptTooLong, InvalidRequest, EngineDead); the engine hears of the request with the first
+        step of the iteration.
+
+        Closing or cancelling the iteration aborts the request. `request_id` is the client's label,
+        which need not be unique. `continues_prompt`: the text goes on from the prompt's (a
+        completion); otherwise it stands alone (a chat answer). Raises EngineDead at once when the
+        engine dies.
+        """
+        self._check_open()
+        resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
+        context = prompt_token_ids if continues_prompt else []
+        engine_id = f"{next(self._ids)}"
+        stream = RequestStream(
+            label=engine_id if request_id is None else request_id,
+            sampling=resolved,
+            detokenizer=Detokenizer(self.tokenizer.tokens, resolved, context),
+            end_of_text_ids=frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
+            num_prompt_tokens=len(prompt_token_ids),
+            arrival_time=time.monotonic(),
+        )
+        request = AddRequest(
+            engine_id, prompt_token_ids, resolved, stream.arrival_time, priority=priority
+        )
+        return self._read(request, stream)
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine is dead; the reason."""
+        await self._dead.wait()
+        assert self.dead_reason is not None
+        return self.dead_reason
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests, and wait until all running ones have been read to their end, or
+        for `timeout_s`."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._no_readers.wait(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests did not finish within %g s", self._num_readers, timeout_s)
+
+    async def close(self) -> None:
+        """Stop the engine. Requests that still run get EngineDead."""
+        if self._pump_task is not None:
+            self._pump_task.cancel()
+            await asyncio.gather(self._pump_task, return_exceptions=True)
+        if self.dead_reason is None:
+            self._die("the server is shutting down.")
+        await self._client.close()
+        self.tokenizer.close()
+
+    async def _read(
+        self, request: AddRequest, stream: RequestStream
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._check_open()
+        self._expecting[request.request_id] = stream
+        self._num_readers += 1
+        self._no_readers.clear()
+        self._client.send(request)
+        try:
+            while True:
+                output = await stream.next()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            if request.request_id in self._expecting:
+                self._abort(request.request_id, FinishReason.ABORT, time.monotonic())
+            self._num_readers -= 1
+            if self._num_readers == 0:
+                self._no_readers.set()
+
+    def _check_open(self) -> None:
+        if self.dead_reason is not None:
+            raise EngineDead(self.dead_reason)
+        if self._draining:
+            raise EngineDead("The server is shutting down and takes no new requests.")
+
+    async def _pump(self) -> None:
+        """Feed the streams until the engine dies."""
+        try:
+            while True:
+                match await self._client.receive():
+                    case StepOutputs() as outputs:
+                        self._distribute(outputs)
+                    case EngineDied(reason):
+                        self._die(reason)
+                        return
+        except Exception as error:
+            logger.exception("the engine's front failed")
+            self._die(f"the engine's front failed: {type(error).__name__}: {error}")
+
+    def _distribute(self, outputs: StepOutputs) -> None:
+        self._observer.stepped(outputs.stats)
+        for delta in outputs.deltas:
+            stream = self._expecting.get(delta.request_id)
+            if stream is not None:  # else it was aborted while this was on its way
+                self._feed(stream, delta, outputs.time)
+
+    def _feed(self, stream: RequestStream, delta: TokenDelta, now: float) -> None:
+        previous_time = stream.last_token_time
+        stream.feed(delta, now)
+        if delta.token_ids:
+            if previous_time is None:
+                self._observer.first_token(now - stream.arrival_time)
+            else:
+                self._observer.inter_token(now - previous_time)
+        if delta.finish_reason is not None:
+            del self._expecting[delta.request_id]
+            self._tell_finished(stream, stream.finish_reason or delta.finish_reason, now)
+        elif stream.finish_reason is not None:  # a stop string, of which the engine knows nothing
+            self._abort(delta.request_id, stream.finish_reason, now)
+
+    def _abort(self, engine_id: str, reason: FinishReason, now: float) -> None:
+        stream = self._expecting.pop(engine_id)
+        self._client.send(AbortRequests([engine_id]))
+        self._tell_finished(stream, reason, now)
+
+    def _tell_finished(self, stream: RequestStream, reason: FinishReason, now: float) -> None:
+        self._observer.request_finished(
+            FinishedRequest(
+                reason=reason,
+                times=stream.times(now),
+                num_prompt_tokens=stream.num_prompt_tokens,
+                num_generated_tokens=stream.num_generated_tokens,
+                num_cached_tokens=stream.num_cached_tokens,
+                sampling=stream.sampling,
+            )
+        )
+
+    def _die(self, reason: str) -> None:
+        """End every open stream with EngineDead, now and for good."""
+        self.dead_reason = reason
+        self._dead.set()
+        orphans, self._expecting = self._expecting, {}
+        now = time.monotonic()
+        for stream in orphans.values():
+            stream.fail(EngineDead(reason))
+            self._tell_finished(stream, FinishReason.ERROR, now)

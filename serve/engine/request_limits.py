@@ -1,0 +1,71 @@
+"""What is checked of a request before the engine sees it, and how its sampling is resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from serve.engine.served_model import ServedModel
+from serve.errors import InvalidRequest, PromptTooLong
+from serve.messages import EngineReady
+from serve.sampling_params import SamplingParams
+
+
+def resolve_sampling(
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    model: ServedModel,
+    ready: EngineReady,
+) -> SamplingParams:
+    """`sampling` with `max_tokens` set and the model's end ids among `stop_token_ids`.
+
+    Raises PromptTooLong or InvalidRequest, naming the limit, for what can never be answered.
+    """
+    if not prompt_token_ids:
+        raise InvalidRequest("The prompt is empty: it has no tokens.", param="prompt")
+    _check_ids("prompt", prompt_token_ids, model.vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, model.vocab_size)
+    _check_ids("logit_bias", sampling.logit_bias, model.vocab_size)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids, model.vocab_size)
+    for word in sampling.bad_words_token_ids:
+        _check_ids("bad_words", word, model.vocab_size)
+    max_tokens = _max_tokens(len(prompt_token_ids), sampling.max_tokens, ready)
+    end_ids = () if sampling.ignore_eos else tuple(sorted(model.eos_token_ids))
+    stop_ids = tuple(dict.fromkeys(sampling.stop_token_ids + end_ids))
+    return replace(sampling, max_tokens=max_tokens, stop_token_ids=stop_ids)
+
+
+def _max_tokens(num_prompt_tokens: int, wanted: int | None, ready: EngineReady) -> int:
+    """Room is what the context and the KV pool both leave beside the prompt; the last token that a
+    request may produce needs no KV."""
+    pool = ready.num_blocks * ready.block_size
+    limit = min(ready.max_model_len, pool + 1)
+    of_what = (
+        f"the KV pool of {ready.num_blocks} blocks holds {pool}"
+        if limit < ready.max_model_len
+        else f"this model accepts {limit}"
+    )
+    room = limit - num_prompt_tokens
+    if room < 0 or (room == 0 and wanted != 0):
+        raise PromptTooLong(
+            f"The prompt has {num_prompt_tokens} tokens, but {of_what}, completion included. "
+            "Shorten the prompt or raise --max-model-len.",
+            param="prompt",
+        )
+    if wanted is not None and wanted > room:
+        raise PromptTooLong(
+            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}, together "
+            f"{num_prompt_tokens + wanted}, but {of_what}. Ask for at most {room} tokens.",
+            param="max_tokens",
+        )
+    return room if wanted is None else wanted
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{name} holds token id {token_id}, which is not within the vocabulary "
+                f"(0 … {vocab_size - 1}).",
+                param=name,
+            )

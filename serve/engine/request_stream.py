@@ -1,0 +1,140 @@
+"""One request, seen from the front: what its deltas gave, until its reader takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from serve.engine.detokenizer import Detokenizer
+from serve.engine.outputs import RequestOutput
+from serve.errors import EngineDead
+from serve.messages import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
+from serve.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the reader has not taken yet; grows by merging, so a slow reader gets it in one."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class RequestStream:
+    """Changed by the engine's pump (`feed`, `fail`) and its one reader (`next`), on one event loop.
+
+    `label` is the client's name for the request. `end_of_text_ids` are the ids whose stop the
+    client did not ask for by number.
+    """
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        sampling: SamplingParams,
+        detokenizer: Detokenizer,
+        end_of_text_ids: frozenset[int],
+        num_prompt_tokens: int,
+        arrival_time: float,
+    ) -> None:
+        self.sampling = sampling
+        self.arrival_time = arrival_time
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_generated_tokens = 0
+        self.num_cached_tokens = 0
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self._label = label
+        self._detokenizer = detokenizer
+        self._end_of_text_ids = end_of_text_ids
+        self._stop_reason: str | int | None = None
+        self._error: str | None = None
+        self._times: RequestTimes | None = None
+        self._failure: EngineDead | None = None
+        self._pending: _Pending | None = None
+        self._news = asyncio.Event()
+
+    def feed(self, delta: TokenDelta, time: float) -> None:
+        """Take what the request gained in the step whose tokens were known at `time`.
+
+        Afterwards `finish_reason` is set if it is over, by the engine or by a stop string.
+        """
+        assert self.finish_reason is None, self._label
+        token_ids = delta.token_ids
+        by_token = delta.finish_reason is FinishReason.STOP and bool(token_ids)
+        hides_last = by_token and not self.sampling.include_stop_str_in_output
+        shown = token_ids[:-1] if hides_last else token_ids
+        text = self._detokenizer.push(shown, final=delta.finish_reason is not None)
+        self.finish_reason = delta.finish_reason
+        if text.stopped_by is not None:
+            self.finish_reason = FinishReason.STOP
+            self._stop_reason = text.stopped_by
+            token_ids = token_ids[: text.num_tokens]
+        elif by_token and token_ids[-1] not in self._end_of_text_ids:
+            self._stop_reason = token_ids[-1]
+        self._error = delta.error
+        self._times = delta.times
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if token_ids:
+            self.num_generated_tokens += len(token_ids)
+            self.last_token_time = time
+            if self.first_token_time is None:
+                self.first_token_time = time
+        self._merge(delta, text.text, token_ids)
+        self._news.set()
+
+    def fail(self, failure: EngineDead) -> None:
+        """Nothing more will come: the reader gets what is pending, then the failure."""
+        self._failure = failure
+        self._news.set()
+
+    async def next(self) -> RequestOutput:
+        """Everything since the last call, as soon as there is something. Raises EngineDead."""
+        await self._news.wait()
+        if self._pending is None:
+            assert self._failure is not None, self._label
+            raise self._failure
+        output = self._take(self._pending)
+        self._pending = None
+        if self._failure is None:
+            self._news.clear()
+        return output
+
+    def times(self, finished_time: float) -> RequestTimes:
+        """The request's history as the front saw it, its end at `finished_time`."""
+        return RequestTimes(
+            arrival_time=self.arrival_time,
+            first_scheduled_time=self._times.first_scheduled_time if self._times else None,
+            first_token_time=self.first_token_time,
+            finished_time=finished_time,
+            num_preemptions=self._times.num_preemptions if self._times else 0,
+        )
+
+    def _merge(self, delta: TokenDelta, text: str, token_ids: list[int]) -> None:
+        pending = self._pending = self._pending or _Pending()
+        pending.token_ids += token_ids
+        if text:
+            pending.text.append(text)
+        if delta.logprobs:
+            pending.logprobs += delta.logprobs[: len(token_ids)]
+        if delta.prompt_logprobs:
+            pending.prompt_logprobs += delta.prompt_logprobs
+
+    def _take(self, pending: _Pending) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._label,
+            text="".join(pending.text),
+            token_ids=pending.token_ids,
+            logprobs=pending.logprobs or None,
+            prompt_logprobs=pending.prompt_logprobs or None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            error=self._error,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            times=self._times,
+        )
