@@ -1,0 +1,38 @@
+"""Kernels for x86 CPUs (AVX2, AVX-512), written in C++.
+
+Bits never depend on company: a token's result is the same alone, in any batch, at any chunking and
+with any number of threads, because every sum runs in an order fixed by the row itself (tile.h,
+attention.cpp).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.kernels.base import Kernels
+
+
+def cpu_kernels(num_threads: int | None = None, cache_dir: Path | None = None) -> Kernels:
+    """Kernels on `num_threads` threads (default: one per core this process may use).
+
+    Compiles them at first use into `cache_dir` (default: ~/.cache/serve-llm/kernels). Raises
+    ConfigError when this CPU or the lack of a compiler makes that impossible.
+    """
+    from serve.kernels.cpu.attention import CpuAttention
+    from serve.kernels.cpu.elementwise import RowKernels
+    from serve.kernels.cpu.library import Library
+    from serve.kernels.cpu.linear import LinearPacker
+    from serve.kernels.reference import copy_blocks
+
+    library = Library(num_threads, cache_dir)
+    rows = RowKernels(library)
+    return Kernels(
+        name="cpu",
+        attention=CpuAttention(library),
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        rotary=rows.rotary,
+        gated_act=rows.gated_act,
+        pack_linear=LinearPacker(library),
+        copy_blocks=copy_blocks,
+    )

@@ -1,0 +1,62 @@
+// What Python calls, through ctypes. Shapes and types are checked there; pointers are to contiguous
+// fp32 unless a stride (in elements) or another type is given.
+#pragma once
+
+#include <cstdint>
+
+namespace serve {
+class Pool;
+}
+
+extern "C" {
+
+serve::Pool* serve_pool_create(int32_t num_threads);
+void serve_pool_destroy(serve::Pool* pool);
+
+// result[num_rows, out] = rows[num_rows, in] · weights + bias; bias may be null.
+// weights: [ceil(out / 16), in, 16] in storage 0 = fp32, 1 = fp16, 2 = bf16.
+void serve_linear(serve::Pool* pool, int32_t storage, const float* rows, int64_t num_rows,
+                  int64_t in, int64_t out, const void* weights, const float* bias, float* result);
+
+// out = x / rms(x) * weight over rows of n; with residual, x + residual is normalised and stored
+// in `summed`.
+void serve_rms_norm(serve::Pool* pool, const float* x, int64_t row_stride, const float* residual,
+                    const float* weight, float eps, int64_t num_rows, int64_t n, float* summed,
+                    float* out);
+
+// Rotates the first rotary_dim of each head in place; see RotaryFn.
+void serve_rotate(serve::Pool* pool, float* heads, int64_t token_stride, int64_t head_stride,
+                  int64_t num_tokens, int64_t num_heads, int64_t rotary_dim, const float* cos_sin,
+                  const int64_t* positions);
+
+// activation 0 = silu, 1 = gelu_tanh; gate_up [num_rows, 2n] -> out [num_rows, n].
+void serve_gated_act(serve::Pool* pool, const float* gate_up, int32_t activation, int64_t num_rows,
+                     int64_t n, float* out);
+
+struct ServeCache {
+  float* keys;    // [num_blocks, num_kv_heads, head_dim, block_size]
+  float* values;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  int64_t num_kv_heads, head_dim, block_size;
+};
+
+void serve_write_kv(serve::Pool* pool, const ServeCache* cache, const float* key,
+                    const float* value, int64_t key_stride, int64_t value_stride,
+                    const int64_t* slots, int64_t num_tokens);
+
+struct ServeBatch {
+  const int32_t* query_start;  // [num_requests + 1]
+  const int32_t* seq_lens;     // [num_requests]
+  const int32_t* block_table;  // [num_requests, …]
+  int64_t table_stride, num_requests;
+};
+
+struct ServeAttention {
+  int64_t num_heads, window;  // window 0: none
+  float scale, softcap;       // softcap 0: none
+  const float* sinks;         // [num_heads] or null
+};
+
+void serve_attend(serve::Pool* pool, const ServeCache* cache, const ServeBatch* batch,
+                  const ServeAttention* attention, const float* query, int64_t query_stride,
+                  float* out);
+}

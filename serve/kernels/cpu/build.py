@@ -1,0 +1,101 @@
+"""Compiles the C++ of this folder at first use and keeps the result in the user's cache.
+
+A plain C interface called through ctypes: it needs a C++ compiler and nothing else (no Python or
+torch headers, no ninja), compiles in seconds, and one file serves every Python and torch version.
+torch.utils.cpp_extension was the alternative; it takes over half a minute for its headers alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from serve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent
+_COMPILERS = ("g++", "c++", "clang++")
+_ISA_FLAGS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+}
+# Contraction is off because a multiply and an add fused by the compiler in one place and not in
+# another would round differently: see simd.h.
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
+
+
+def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
+    """The compiled kernels for this CPU, built now if the cache does not have them.
+
+    Safe when several processes start at once: each builds its own file and moves it into place.
+    Raises ConfigError when this CPU or the lack of a compiler makes it impossible.
+    """
+    isa = torch.backends.cpu.get_cpu_capability()
+    if isa not in _ISA_FLAGS:
+        raise ConfigError(f"the cpu kernels need AVX2, and this CPU offers {isa}")
+    directory = cache_dir or Path.home() / ".cache" / "serve-llm" / "kernels"
+    library = directory / f"cpu-{isa.lower()}-{_fingerprint(isa)}.so"
+    if not library.exists():
+        _compile(isa, library)
+    return ctypes.CDLL(str(library))
+
+
+def _fingerprint(isa: str) -> str:
+    digest = hashlib.sha256(" ".join((*_FLAGS, *_ISA_FLAGS[isa])).encode())
+    for path in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(isa: str, library: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise ConfigError(
+            f"the cpu kernels need a C++ compiler ({', '.join(_COMPILERS)}) once, at first start; "
+            "install one, for example with: apt-get install g++"
+        )
+    logger.info("compiling the CPU kernels for %s with %s (only at first start)", isa, compiler)
+    started = time.perf_counter()
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = _build(compiler, isa, Path(scratch))
+            os.replace(built, library)
+    except OSError as error:
+        raise ConfigError(
+            f"the cpu kernels cannot be built in {library.parent}: {error}"
+        ) from error
+    logger.info("compiled the CPU kernels in %.0f s: %s", time.perf_counter() - started, library)
+
+
+def _build(compiler: str, isa: str, scratch: Path) -> Path:
+    """Object files side by side, one process each, then one link."""
+
+    def compile_one(source: Path) -> str:
+        target = scratch / f"{source.stem}.o"
+        _run([compiler, *_FLAGS, *_ISA_FLAGS[isa], "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
+        objects = list(workers.map(compile_one, sorted(_SOURCES.glob("*.cpp"))))
+    library = scratch / "kernels.so"
+    _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+        raise ConfigError(f"the cpu kernels do not compile with {command[0]}: {reason}")

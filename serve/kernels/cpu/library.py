@@ -1,0 +1,101 @@
+"""The C++ functions of `api.h` as typed Python calls, and the compute threads they share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve.kernels.cpu.build import load_library
+
+
+class Cache(ctypes.Structure):
+    """`ServeCache`: one layer's keys and values."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class Batch(ctypes.Structure):
+    """`ServeBatch`: the raggedness of one step."""
+
+    _fields_ = (
+        ("query_start", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+        ("num_requests", c_int64),
+    )
+
+
+class Attention(ctypes.Structure):
+    """`ServeAttention`: what differs between attention layers."""
+
+    _fields_ = (
+        ("num_heads", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("sinks", c_void_p),
+    )
+
+
+class Library:
+    """The functions of `api.h`; each runs on this object's threads and returns when done.
+
+    Calls release the interpreter lock, but one pool serves one caller at a time.
+    """
+
+    def __init__(self, num_threads: int | None, cache_dir: Path | None) -> None:
+        functions = load_library(cache_dir)
+        ints, pointers = [c_int64], [c_void_p]
+        create = functions.serve_pool_create
+        create.argtypes, create.restype = [c_int32], c_void_p
+        destroy = functions.serve_pool_destroy
+        destroy.argtypes, destroy.restype = pointers, None
+
+        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.pool: int = create(self.num_threads)
+        weakref.finalize(self, destroy, self.pool)
+
+        self.linear = functions.serve_linear
+        self.linear.argtypes = [c_void_p, c_int32, c_void_p, *ints * 3, *pointers * 3]
+        self.rms_norm = functions.serve_rms_norm
+        self.rms_norm.argtypes = [
+            *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_float),
+            *(c_int64, c_int64, c_void_p, c_void_p),
+        ]
+        self.rotate = functions.serve_rotate
+        self.rotate.argtypes = [*pointers * 2, *ints * 5, *pointers * 2]
+        self.gated_act = functions.serve_gated_act
+        self.gated_act.argtypes = [*pointers * 2, c_int32, *ints * 2, c_void_p]
+        self.write_kv = functions.serve_write_kv
+        self.write_kv.argtypes = [
+            *(c_void_p, POINTER(Cache), c_void_p, c_void_p),
+            *(c_int64, c_int64, c_void_p, c_int64),
+        ]
+        self.attend = functions.serve_attend
+        self.attend.argtypes = [
+            *(c_void_p, POINTER(Cache), POINTER(Batch), POINTER(Attention)),
+            *(c_void_p, c_int64, c_void_p),
+        ]
+        for function in (self.linear, self.rms_norm, self.rotate, self.gated_act):
+            function.restype = None
+        for function in (self.write_kv, self.attend):
+            function.restype = None
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as the kernels read it: fp32, contiguous. Other dtypes are a bug of the caller."""
+    assert x.dtype is torch.float32, f"the cpu kernels compute in float32, not {x.dtype}"
+    return x.contiguous()
