@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from serve.kernels.base import ForwardContext
-from serve.kv_cache.storage import KVStorage, Tier
+from serve.kernels.base import ForwardContext, Kernels
+from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.worker.device import Device, PendingCopy
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
+from serve.worker.logit_edits import LogitEditor
 from serve.worker.logprobs import LogprobTensors, PendingLogprobs, concatenate, score
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampler import Sampler
@@ -138,3 +140,26 @@ class ModelRunner:
             parts.append(score(logits, next_tokens[first:last], wanted.num_top))
         scores = PendingLogprobs(concatenate(parts), self._device)
         return _PendingPrompt(wanted.request_id, scores, [wanted.num_top] * count)
+
+
+def make_runner(
+    model: CausalModel, storage: KVStorage, rows: RequestRows, block_size: int, device: Device
+) -> ModelRunner:
+    """Put a runner together over a model, its cache and its rows."""
+    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, device)
+    sampler = Sampler(rows.columns, editor, device)
+    builder = InputBuilder(rows, block_size, device)
+    return ModelRunner(model, storage, rows, builder, sampler, device)
+
+
+def layer_shapes(model: CausalModel, kernels: Kernels, block_size: int) -> list[LayerShape]:
+    """For each attention layer, the shape of its cache by number of blocks."""
+    return [
+        partial(
+            kernels.attention.kv_shape,
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+        )
+        for layer in model.cache_layers
+    ]

@@ -8,23 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from serve.config import EngineConfig
-from serve.kernels.base import Kernels
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
-from serve.models.base import CausalModel
 from serve.models.checkpoint import open_checkpoint
 from serve.models.registry import build_model, head_dims
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.device import Device, find_device
+from serve.worker.device import find_device
 from serve.worker.executor import WorkerInfo
-from serve.worker.input_builder import InputBuilder
-from serve.worker.logit_edits import LogitEditor
-from serve.worker.model_runner import ModelRunner
+from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
-from serve.worker.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -150,29 +145,6 @@ class Worker:
         if size.num_host_blocks:
             gib = size.num_host_blocks * one_block / GIB
             logger.info("swap space: %d blocks, %.2f GiB", size.num_host_blocks, gib)
-
-
-def make_runner(
-    model: CausalModel, storage: KVStorage, rows: RequestRows, block_size: int, device: Device
-) -> ModelRunner:
-    """Put a runner together over a model, its cache and its rows."""
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, device)
-    sampler = Sampler(rows.columns, editor, device)
-    builder = InputBuilder(rows, block_size, device)
-    return ModelRunner(model, storage, rows, builder, sampler, device)
-
-
-def layer_shapes(model: CausalModel, kernels: Kernels, block_size: int) -> list[LayerShape]:
-    """For each attention layer, the shape of its cache by number of blocks."""
-    return [
-        partial(
-            kernels.attention.kv_shape,
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-        )
-        for layer in model.cache_layers
-    ]
 
 
 def largest_plan(

@@ -1,0 +1,154 @@
+"""Penalties, bias and bans, seen through the tokens they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from serve.sampling_params import SamplingParams
+from serve.worker.logit_edits import LogitEditor, longest_start
+from tests.worker.harness import Asked, cpu, make_rows, row_data, sample
+
+VOCAB = 12
+
+
+def edited(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
+    """Logits after the edits of these requests."""
+    rows = make_rows(VOCAB)
+    for number, request in enumerate(asked):
+        rows.admit(row_data(str(number), request))
+    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu())
+    result = logits.clone()
+    numbers = np.array([rows.row_of(str(n)) for n in range(len(asked))])
+    positions = np.array([len(a.prompt) + len(a.generated) for a in asked])
+    editor.apply(result, numbers, positions)
+    return result
+
+
+def greedy(**wishes: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **wishes)  # type: ignore[arg-type]
+
+
+LOGITS = torch.arange(VOCAB).float()[None] - 4.0
+
+
+def test_smp_09_presence_and_frequency_penalties_count_generated_tokens_only() -> None:
+    prompt = [11] * 200
+    asked = greedy(presence_penalty=0.5, frequency_penalty=0.25)
+    assert torch.equal(edited(LOGITS, [Asked(asked, prompt=prompt)]), LOGITS)
+    after = edited(LOGITS, [Asked(asked, prompt=prompt, generated=[11, 3, 11])])
+    expected = LOGITS.clone()
+    expected[0, 11] -= 0.5 + 2 * 0.25
+    expected[0, 3] -= 0.5 + 0.25
+    assert torch.allclose(after, expected)
+
+
+def test_repetition_penalty_counts_prompt_and_generated_tokens_once() -> None:
+    request = Asked(greedy(repetition_penalty=2.0), prompt=[11, 11, 0], generated=[7, 7])
+    expected = LOGITS.clone()
+    expected[0, 11] /= 2
+    expected[0, 7] /= 2
+    expected[0, 0] *= 2  # a negative logit moves away from zero
+    assert torch.allclose(edited(LOGITS, [request]), expected)
+
+
+def test_smp_10_edits_stay_in_the_rows_that_asked() -> None:
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    asked = [
+        Asked(greedy()),
+        Asked(greedy(frequency_penalty=1.05, repetition_penalty=1.5), generated=[1, 2, 2]),
+        Asked(greedy()),
+        Asked(greedy(logit_bias={1: 3.0}, allowed_token_ids=(1, 2))),
+        Asked(greedy(), generated=[5]),
+    ]
+    after = edited(logits, asked)
+    assert torch.equal(after[[0, 2, 4]], logits[[0, 2, 4]])
+    assert not torch.equal(after[1], logits[1])
+    assert not torch.equal(after[3], logits[3])
+
+
+@pytest.mark.parametrize("generated", range(6))
+def test_smp_12_all_stop_ids_are_banned_until_exactly_min_tokens(generated: int) -> None:
+    asked = SamplingParams(
+        temperature=0.0,
+        min_tokens=4,
+        stop_token_ids=(3, 9),
+        logit_bias={3: 100.0, 9: 90.0},
+    )
+    tokens = sample(LOGITS, [Asked(asked, prompt=[1, 2], generated=[5] * generated)])
+    assert tokens == [11 if generated < 4 else 3]
+
+
+@pytest.mark.parametrize("generated", [0, 9])
+def test_smp_08_stop_ids_outside_the_vocabulary_touch_nobody(generated: int) -> None:
+    stops = (VOCAB, VOCAB + 5, -1, -VOCAB, 2**40, 11)
+    asked = [
+        Asked(greedy()),
+        Asked(greedy(stop_token_ids=stops, min_tokens=3, max_tokens=12), generated=[1] * generated),
+        Asked(greedy()),
+    ]
+    logits = LOGITS.repeat(3, 1)
+    after = edited(logits, asked)
+    assert torch.equal(after[[0, 2]], logits[[0, 2]])
+    assert torch.equal(after[1, :11], logits[1, :11])
+    assert (after[1, 11] < -1e30) == (generated < 3)
+
+
+def test_bias_on_tokens_outside_the_vocabulary_is_ignored() -> None:
+    asked = Asked(greedy(logit_bias={VOCAB + 1: 100.0, -3: 100.0, 2: 1.5}))
+    expected = LOGITS.clone()
+    expected[0, 2] += 1.5
+    assert torch.equal(edited(LOGITS, [asked]), expected)
+
+
+def test_everything_but_the_allowed_tokens_is_out() -> None:
+    after = edited(LOGITS, [Asked(greedy(allowed_token_ids=(2, 5, 99)))])
+    assert after[0].isfinite().nonzero().flatten().tolist() == [2, 5]
+    assert torch.equal(after[0, [2, 5]], LOGITS[0, [2, 5]])
+
+
+@pytest.mark.parametrize(
+    ("generated", "banned"),
+    [
+        ([], [9]),
+        ([4], [9, 7]),
+        ([7], [9]),
+        ([4, 4], [9, 7]),
+        ([1, 2], [9, 11]),
+        ([2], [9]),  # the word's start (1, 2) is not complete
+        ([0, 1, 2], [9, 11]),
+        ([1, 2, 4], [9, 7]),
+    ],
+)
+def test_a_bad_word_is_stopped_before_its_last_token(
+    generated: list[int], banned: list[int]
+) -> None:
+    words = ((9,), (4, 7), (1, 2, 11), (3, VOCAB + 2), ())
+    asked = Asked(greedy(bad_words_token_ids=words), prompt=[8], generated=generated)
+    after = edited(LOGITS, [asked])
+    assert sorted((after[0] < -1e30).nonzero().flatten().tolist()) == sorted(banned)
+    others = [t for t in range(VOCAB) if t not in banned]
+    assert torch.equal(after[0, others], LOGITS[0, others])
+
+
+def test_bad_words_reach_back_into_the_prompt() -> None:
+    asked = Asked(greedy(bad_words_token_ids=((4, 11),)), prompt=[1, 4])
+    assert sample(LOGITS, [asked]) == [10]
+
+
+def test_requests_with_longer_and_shorter_bad_words_share_a_batch() -> None:
+    asked = [
+        Asked(greedy(bad_words_token_ids=((11,),)), generated=[1]),
+        Asked(greedy(bad_words_token_ids=((1, 2, 3, 11),)), generated=[1, 2, 3]),
+        Asked(greedy(bad_words_token_ids=((3, 11),)), generated=[1, 2]),
+    ]
+    assert sample(LOGITS.repeat(3, 1), asked) == [10, 10, 11]
+
+
+def test_longest_start_is_what_must_be_remembered() -> None:
+    assert longest_start([]) == 0
+    assert longest_start([(1,), (1, 2, 3), (1, 2)]) == 2
