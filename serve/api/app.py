@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -22,9 +20,7 @@ from serve.api.service import Service
 from serve.api.system import system_routes
 from serve.api.tokenize import tokenize_routes
 from serve.config import ServerConfig
-
-if TYPE_CHECKING:
-    from serve.engine.async_engine import AsyncEngine
+from serve.engine.async_engine import AsyncEngine
 
 BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,24 +18,20 @@ from serve.api.errors import (
 M = TypeVar("M", bound=BaseModel)
 
 
-def json_body(model: type[M], max_bytes: int) -> Callable[[Request], Awaitable[M]]:
-    """A FastAPI dependency that gives the request's body as `model`.
+async def read_body(request: Request, model: type[M], max_bytes: int) -> M:
+    """The request's body as `model`. Raises RequestError.
 
-    It parses the bytes itself, because FastAPI's own parsing accepts NaN, fails on deep nesting
-    and repeats the input in its errors.
+    We parse the bytes ourselves because FastAPI's parsing accepts NaN, fails on deep nesting and
+    repeats the input in its errors.
     """
-
-    async def parse(request: Request) -> M:
-        _check_headers(request)
-        raw = await _read(request, max_bytes)
-        try:
-            return model.model_validate_json(raw)
-        except ValidationError as error:
-            if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
-                raise InvalidJson(_json_problem(raw, error)) from None
-            raise from_validation(error) from None
-
-    return parse
+    _check_headers(request)
+    raw = await _read(request, max_bytes)
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
+            raise InvalidJson(_json_problem(raw, error)) from None
+        raise from_validation(error) from None
 
 
 def _check_headers(request: Request) -> None:

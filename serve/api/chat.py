@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve.api.body import json_body
+from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
 from serve.api.conversation import conversation_ids
 from serve.api.convert import (
@@ -24,7 +24,7 @@ from serve.api.convert import (
 )
 from serve.api.errors import Unsupported
 from serve.api.generation import Choice, Job, Outputs, collect, in_intervals
-from serve.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from serve.api.logprobs import ChatLogprobsWriter, TokenNames, prompt_logprobs
 from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.chat import (
     AssistantMessage,
@@ -43,7 +43,7 @@ from serve.errors import InvalidRequest
 def chat_routes(service: Service) -> APIRouter:
     """The route of this file."""
     router = APIRouter(tags=["generation"])
-    parse = json_body(ChatCompletionRequest, service.config.max_request_bytes)
+    max_bytes = service.config.max_request_bytes
 
     @router.post(
         "/v1/chat/completions",
@@ -51,16 +51,14 @@ def chat_routes(service: Service) -> APIRouter:
         responses=dict(ERROR_RESPONSES),
         openapi_extra=request_body(ChatCompletionRequest),
     )
-    async def create_chat_completion(
-        request: Request, body: Annotated[ChatCompletionRequest, Depends(parse)]
-    ) -> Response:
+    async def create_chat_completion(request: Request) -> Response:
+        body = await read_body(request, ChatCompletionRequest, max_bytes)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, kind, f"chatcmpl-{label}")
         task = await prepare(body, service, envelope)
         if body.stream:
             outputs = Outputs(service, task.job)
-            await outputs.start()
             return EventStream(events(task, body, outputs), outputs)
         choices, usage = await unless_gone(request, collect(service, task.job))
         answer = whole_answer(task, choices, usage)
@@ -99,7 +97,14 @@ async def prepare(body: ChatCompletionRequest, service: Service, envelope: Envel
     prompt = await conversation_ids(body.messages, body, tokenizer, service.config)
     as_ids = bool(body.return_tokens_as_token_ids)
     return ChatTask(
-        job=Job(envelope.id, [truncated(prompt, body, service)], sampling, n, body.priority or 0),
+        job=Job(
+            label=envelope.id,
+            prompts=[truncated(prompt, body, service)],
+            sampling=sampling,
+            n=n,
+            priority=body.priority or 0,
+            continues_prompt=False,
+        ),
         envelope=envelope,
         names=TokenNames(tokenizer, as_ids, sampling.skip_special_tokens),
         num_top=num_top,
@@ -177,7 +182,7 @@ def whole_answer(task: ChatTask, choices: list[Choice], usage: Usage) -> ChatCom
 def _answer_choice(task: ChatTask, index: int, choice: Choice) -> ChatChoice:
     logprobs: Any = None
     if task.num_top is not None:
-        logprobs = chat_logprobs(choice.logprobs, task.num_top, task.names)
+        logprobs = ChatLogprobsWriter(task.num_top, task.names).generated(choice.logprobs)
     extras: dict[str, Any] = {"token_ids": choice.token_ids} if task.gives_token_ids else {}
     return ChatChoice(
         index=index,
@@ -194,33 +199,51 @@ async def events(
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events: per choice a role, its text, and why it ended."""
     chunks = ChunkWriter(task.envelope, body.stream_options, outputs.tally)
-    begun = [False] * task.job.num_choices
+    choices = [_ChoiceStream(task, index, chunks) for index in range(task.job.num_choices)]
     async for index, output in in_intervals(outputs, body.stream_interval):
-        event = b""
-        if not begun[index]:
-            begun[index] = True
-            event = chunks.chunk(index, _role_payload(task))
-        if payload := _payload(task, output):
-            event += chunks.chunk(index, payload)
-        if output.finish_reason is not None:
-            end = '"delta":{},"logprobs":null'
-            event += chunks.last_chunk(index, end, output.finish_reason, output.stop_reason)
-        if event:
+        if event := choices[index].events(output):
             yield event
     yield chunks.usage_chunk() + DONE
 
 
-def _role_payload(task: ChatTask) -> str:
-    extras = f',"prompt_token_ids":{task.prompt_ids}' if task.gives_token_ids else ""
-    return f'"delta":{{"role":"assistant","content":""}},"logprobs":null{extras}'
+class _ChoiceStream:
+    """Turns one choice's outputs into events."""
 
+    def __init__(self, task: ChatTask, index: int, chunks: ChunkWriter) -> None:
+        self._task = task
+        self._index = index
+        self._chunks = chunks
+        self._begun = False
+        self._logprobs = (
+            ChatLogprobsWriter(task.num_top, task.names) if task.num_top is not None else None
+        )
 
-def _payload(task: ChatTask, output: RequestOutput) -> str:
-    """The fields of a chunk with text, logprobs or ids; empty if there is nothing to say yet."""
-    logprobs = "null"
-    if task.num_top is not None and output.logprobs:
-        logprobs = json.dumps(chat_logprobs(output.logprobs, task.num_top, task.names))
-    elif not output.text and not (task.gives_token_ids and output.token_ids):
-        return ""
-    ids = f',"token_ids":{output.token_ids}' if task.gives_token_ids else ""
-    return f'"delta":{{"content":{text_json(output.text)}}},"logprobs":{logprobs}{ids}'
+    def events(self, output: RequestOutput) -> bytes:
+        """The events an output amounts to; none if there is nothing to say yet."""
+        events = b""
+        if payload := self._payload(output):
+            events = self._chunks.chunk(self._index, payload)
+        if output.finish_reason is not None:
+            events += self._chunks.last_chunk(
+                self._index, '"delta":{},"logprobs":null', output.finish_reason, output.stop_reason
+            )
+        if events and not self._begun:
+            self._begun = True
+            events = self._chunks.chunk(self._index, self._role_payload()) + events
+        return events
+
+    def _role_payload(self) -> str:
+        extras = ""
+        if self._task.gives_token_ids:
+            extras = f',"prompt_token_ids":{self._task.prompt_ids}'
+        return f'"delta":{{"role":"assistant","content":""}},"logprobs":null{extras}'
+
+    def _payload(self, output: RequestOutput) -> str:
+        logprobs, ids = "null", ""
+        if self._logprobs is not None and output.logprobs:
+            logprobs = json.dumps(self._logprobs.generated(output.logprobs))
+        elif not output.text and not (self._task.gives_token_ids and output.token_ids):
+            return ""
+        if self._task.gives_token_ids:
+            ids = f',"token_ids":{output.token_ids}'
+        return f'"delta":{{"content":{text_json(output.text)}}},"logprobs":{logprobs}{ids}'

@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve.api.body import json_body
+from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
 from serve.api.convert import (
     LogprobCounts,
@@ -49,7 +49,7 @@ DEFAULT_MAX_TOKENS = 16
 def completion_routes(service: Service) -> APIRouter:
     """The route of this file."""
     router = APIRouter(tags=["generation"])
-    parse = json_body(CompletionRequest, service.config.max_request_bytes)
+    max_bytes = service.config.max_request_bytes
 
     @router.post(
         "/v1/completions",
@@ -57,15 +57,13 @@ def completion_routes(service: Service) -> APIRouter:
         responses=dict(ERROR_RESPONSES),
         openapi_extra=request_body(CompletionRequest),
     )
-    async def create_completion(
-        request: Request, body: Annotated[CompletionRequest, Depends(parse)]
-    ) -> Response:
+    async def create_completion(request: Request) -> Response:
+        body = await read_body(request, CompletionRequest, max_bytes)
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, "text_completion", f"cmpl-{label}")
         task = await prepare(body, service, envelope)
         if body.stream:
             outputs = Outputs(service, task.job)
-            await outputs.start()
             return EventStream(events(task, body, outputs), outputs)
         choices, usage = await unless_gone(request, collect(service, task.job))
         answer = whole_answer(task, choices, usage)
@@ -116,7 +114,13 @@ async def prepare(body: CompletionRequest, service: Service, envelope: Envelope)
     as_ids = bool(body.return_tokens_as_token_ids)
     names = TokenNames(service.engine.tokenizer, as_ids, sampling.skip_special_tokens)
     return CompletionTask(
-        job=Job(envelope.id, prompts, sampling, n, body.priority or 0),
+        job=Job(
+            label=envelope.id,
+            prompts=prompts,
+            sampling=sampling,
+            n=n,
+            priority=body.priority or 0,
+        ),
         envelope=envelope,
         names=names,
         echoed=await _echoed(body, prompts, names) if body.echo else None,
@@ -167,7 +171,7 @@ def _answer_choice(task: CompletionTask, index: int, choice: Choice) -> Completi
 def _all_logprobs(task: CompletionTask, index: int, choice: Choice) -> CompletionLogprobs | None:
     if task.num_top is None:
         return None
-    writer = CompletionLogprobsWriter(task.num_top, task.names)
+    writer = CompletionLogprobsWriter(task.num_top, task.names, leads=task.echoed is not None)
     parts = []
     if task.echoed is not None:
         parts.append(writer.prompt(task.prompt_of(index), choice.prompt_logprobs))
@@ -200,7 +204,9 @@ class _ChoiceStream:
         self._begun = False
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._writer = (
-            CompletionLogprobsWriter(task.num_top, task.names) if task.num_top is not None else None
+            CompletionLogprobsWriter(task.num_top, task.names, leads=task.echoed is not None)
+            if task.num_top is not None
+            else None
         )
 
     def payload(self, output: RequestOutput) -> str:

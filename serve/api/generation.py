@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,9 +17,7 @@ from serve.errors import EngineDead, StepFailed
 from serve.messages import FinishReason, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
-# What the engine refuses, it refuses in a request's first step, without waiting for anything.
-# A request that has not failed after this time is generating, and its stream may begin.
-REFUSAL_TIME_S = 0.05
+Stream = AsyncGenerator[RequestOutput, None]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +31,7 @@ class Job:
     sampling: SamplingParams
     n: int = 1
     priority: int = 0
+    continues_prompt: bool = True  # the text goes on from the prompt's; a chat answer's does not
 
     @property
     def num_choices(self) -> int:
@@ -63,41 +62,26 @@ class Tally:
 class Outputs:
     """The outputs of all choices as they come: an async iterator of (choice index, output).
 
-    One task per choice follows the engine's stream; the queue between is short, so a slow reader
-    slows its own tasks and nothing else. `aclose` (always call it) ends whatever still runs, which
-    aborts it in the engine. Raises what the engine raises: StepFailed, EngineDead, RequestError.
+    Making one raises what the engine refuses at the door (RequestError, EngineDead); iterating
+    starts the generation and raises what goes wrong later (StepFailed, EngineDead). `aclose`, which
+    the reader must call, aborts whatever still runs.
     """
 
     def __init__(self, service: Service, job: Job) -> None:
         self._service = service
         self._job = job
-        self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(
-            max(4, 2 * job.num_choices)
-        )
-        self._unfinished = job.num_choices
+        streams = [self._generate(index) for index in range(job.num_choices)]
+        self._source = _alone(streams[0]) if len(streams) == 1 else _merged(streams)
+        self._unfinished = len(streams)
         self._started_at = time.monotonic()
+        self._closed = False
         self.tally = Tally(
-            generated=[0] * job.num_choices,
-            cached=[0] * job.num_choices,
+            generated=[0] * len(streams),
+            cached=[0] * len(streams),
             num_prompt_tokens=sum(len(ids) for ids in job.prompts),
             n=job.n,
         )
-        self._tasks = [
-            asyncio.create_task(self._follow(i, self._generate(i))) for i in range(job.num_choices)
-        ]
         service.open_requests.count += 1
-        self._first: tuple[int, RequestOutput | Exception] | None = None
-
-    async def start(self) -> None:
-        """Wait until the engine has refused or (probably) accepted; raises the refusal."""
-        try:
-            async with asyncio.timeout(REFUSAL_TIME_S):
-                self._first = await self._queue.get()
-        except TimeoutError:
-            return
-        if isinstance(self._first[1], Exception):
-            await self.aclose()
-            raise self._first[1]
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Itself: there is one reader."""
@@ -107,12 +91,7 @@ class Outputs:
         """The next output of whichever choice has one."""
         if self._unfinished == 0:
             raise StopAsyncIteration
-        if self._first is None:
-            index, output = await self._queue.get()
-        else:
-            (index, output), self._first = self._first, None
-        if isinstance(output, Exception):
-            raise output
+        index, output = await anext(self._source)
         self.tally.generated[index] = output.num_generated_tokens
         self.tally.cached[index] = output.num_cached_tokens
         if output.finish_reason is not None:
@@ -122,24 +101,22 @@ class Outputs:
 
     async def aclose(self) -> None:
         """Abort what is unfinished. Does nothing the second time."""
-        if not self._tasks:
+        if self._closed:
             return
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._closed = True
         self._service.open_requests.count -= 1
+        await self._source.aclose()
         if not self._service.config.disable_log_requests:
             logger.info(
                 "%s: %d prompt + %d generated tokens, %s, %.2f s",
                 self._job.label,
                 self.tally.num_prompt_tokens,
                 sum(self.tally.generated),
-                "aborted" if self._unfinished else "done",
+                "cut short" if self._unfinished else "done",
                 time.monotonic() - self._started_at,
             )
 
-    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+    def _generate(self, index: int) -> Stream:
         prompt, choice = divmod(index, self._job.n)
         sampling = self._job.sampling
         if choice and sampling.seed is not None:
@@ -147,16 +124,43 @@ class Outputs:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
         label = self._job.label if self._job.num_choices == 1 else f"{self._job.label}-{index}"
         return self._service.engine.generate(
-            self._job.prompts[prompt], sampling, priority=self._job.priority, request_id=label
+            self._job.prompts[prompt],
+            sampling,
+            priority=self._job.priority,
+            request_id=label,
+            continues_prompt=self._job.continues_prompt,
         )
 
-    async def _follow(self, index: int, stream: AsyncIterator[RequestOutput]) -> None:
+
+async def _alone(stream: Stream) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(stream):
+        async for output in stream:
+            yield 0, output
+
+
+async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """All streams at once. The queue is short: what a slow reader leaves, the engine merges."""
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(streams))
+
+    async def follow(index: int, stream: Stream) -> None:
         try:
-            async with aclosing(stream):  # type: ignore[type-var]
+            async with aclosing(stream):
                 async for output in stream:
-                    await self._queue.put((index, output))
+                    await queue.put((index, output))
         except Exception as error:
-            await self._queue.put((index, error))  # raised in the reader's __anext__
+            await queue.put((index, error))  # raised where the queue is read
+
+    tasks = [asyncio.create_task(follow(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        while True:
+            index, output = await queue.get()
+            if isinstance(output, Exception):
+                raise output
+            yield index, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _raise_failure(output: RequestOutput) -> None:

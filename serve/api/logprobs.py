@@ -29,15 +29,27 @@ class TokenNames:
     as_ids: bool  # `token_id:17`, on request
     skip_special: bool  # the text leaves special tokens out
 
-    def name(self, token_id: int) -> str:
-        """Text, bytes or id; never empty for a token that has any."""
-        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+    def name(self, token_id: int, *, leads: bool = False) -> str:
+        """Text, bytes or id. `leads`: the token begins the text, where some lose their space."""
+        if self.as_ids:
+            return f"token_id:{token_id}"
+        if leads:
+            try:
+                return self.tokenizer.tokens.leading[token_id].decode()
+            except UnicodeDecodeError:
+                pass  # named by its bytes, as anywhere else
+        return self.tokenizer.token_text(token_id)
 
-    def text_bytes(self, token_id: int) -> bytes:
+    def text_bytes(self, token_id: int, *, leads: bool = False) -> bytes:
         """What the token adds to the text."""
-        if self.skip_special and token_id in self.tokenizer.tokens.special_ids:
+        if self.hides(token_id):
             return b""
-        return self.tokenizer.token_bytes(token_id)
+        tokens = self.tokenizer.tokens
+        return tokens.leading[token_id] if leads else tokens.inside[token_id]
+
+    def hides(self, token_id: int) -> bool:
+        """Whether the text leaves the token out."""
+        return self.skip_special and token_id in self.tokenizer.tokens.special_ids
 
 
 def finite(logprob: float) -> float:
@@ -45,37 +57,46 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST
 
 
-def chat_logprobs(
-    entries: Sequence[TokenLogprobs], num_top: int, names: TokenNames
-) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat answer or chunk."""
-
-    def candidate(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = names.text_bytes(token_id)
-        return {
-            "token": names.name(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(raw) if raw else None,
-        }
-
-    content = []
-    for entry in entries:
-        top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
-        content.append(
-            {
-                **candidate(entry.token_id, entry.logprob),
-                "top_logprobs": [candidate(token_id, value) for token_id, value in top],
-            }
-        )
-    return {"content": content, "refusal": None}
-
-
-class CompletionLogprobsWriter:
-    """`choices[].logprobs` of one completion, in one piece or many: it keeps the text offset."""
+class ChatLogprobsWriter:
+    """`choices[].logprobs` of one chat answer, in one piece or many."""
 
     def __init__(self, num_top: int, names: TokenNames) -> None:
         self._num_top = num_top
         self._names = names
+        self._leads = True
+
+    def generated(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens."""
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[: self._num_top]
+        result = {
+            **self._candidate(entry.token_id, entry.logprob),
+            "top_logprobs": [self._candidate(token_id, value) for token_id, value in top],
+        }
+        self._leads = self._leads and self._names.hides(entry.token_id)
+        return result
+
+    def _candidate(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._names.text_bytes(token_id, leads=self._leads)
+        return {
+            "token": self._names.name(token_id, leads=self._leads),
+            "logprob": finite(logprob),
+            "bytes": list(raw) if raw else None,
+        }
+
+
+class CompletionLogprobsWriter:
+    """`choices[].logprobs` of one completion, in one piece or many: it keeps the text offset.
+
+    `leads`: the first token begins the text, because the prompt is echoed.
+    """
+
+    def __init__(self, num_top: int, names: TokenNames, *, leads: bool) -> None:
+        self._num_top = num_top
+        self._names = names
+        self._leads = leads
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -91,22 +112,26 @@ class CompletionLogprobsWriter:
         self, token_ids: list[int], entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
         assert len(token_ids) == len(entries), (len(token_ids), len(entries))
-        return {
-            "tokens": [self._names.name(token_id) for token_id in token_ids],
-            "token_logprobs": [finite(e.logprob) if e else None for e in entries],
-            "top_logprobs": [self._top(e) if e else None for e in entries],
-            "text_offset": [self._advance(token_id) for token_id in token_ids],
+        result: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
         }
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            result["tokens"].append(self._names.name(token_id, leads=self._leads))
+            result["token_logprobs"].append(finite(entry.logprob) if entry else None)
+            result["top_logprobs"].append(self._top(entry) if entry else None)
+            result["text_offset"].append(self._offset)
+            raw = self._names.text_bytes(token_id, leads=self._leads)
+            self._offset += len(self._decoder.decode(raw))
+            self._leads = self._leads and self._names.hides(token_id)
+        return result
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[: self._num_top]
         pairs = [*top, (entry.token_id, entry.logprob)]
         return {self._names.name(token_id): finite(value) for token_id, value in pairs}
-
-    def _advance(self, token_id: int) -> int:
-        start = self._offset
-        self._offset += len(self._decoder.decode(self._names.text_bytes(token_id)))
-        return start
 
 
 def joined_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from serve import __version__
 from serve.api.metrics import Metrics
 from serve.config import ServerConfig
+from serve.engine.async_engine import AsyncEngine
 from serve.errors import ModelNotFound
-
-if TYPE_CHECKING:
-    from serve.engine.async_engine import AsyncEngine
 
 
 @dataclass(slots=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve.api.body import json_body
+from serve.api.body import read_body
 from serve.api.conversation import conversation_ids
 from serve.api.convert import checked_ids
 from serve.api.openapi import ERROR_RESPONSES, request_body
@@ -24,14 +22,13 @@ from serve.errors import InvalidRequest
 def tokenize_routes(service: Service) -> APIRouter:
     """The routes of this file."""
     router = APIRouter(tags=["tokenizer"], responses=dict(ERROR_RESPONSES))
-    limit = service.config.max_request_bytes
-    parse_tokenize = json_body(TokenizeRequest, limit)
-    parse_detokenize = json_body(DetokenizeRequest, limit)
+    max_bytes = service.config.max_request_bytes
 
     @router.post(
         "/tokenize", response_model=TokenizeResponse, openapi_extra=request_body(TokenizeRequest)
     )
-    async def tokenize(body: Annotated[TokenizeRequest, Depends(parse_tokenize)]) -> Response:
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeRequest, max_bytes)
         answer = await tokenized(body, service)
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
@@ -40,7 +37,8 @@ def tokenize_routes(service: Service) -> APIRouter:
         response_model=DetokenizeResponse,
         openapi_extra=request_body(DetokenizeRequest),
     )
-    async def detokenize(body: Annotated[DetokenizeRequest, Depends(parse_detokenize)]) -> Response:
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeRequest, max_bytes)
         service.served_name(body.model)
         ids = checked_ids(body.tokens, service.engine.model.vocab_size, "tokens")
         text = await service.engine.tokenizer.decode(ids, bool(body.skip_special_tokens))
