@@ -1,0 +1,58 @@
+"""Config → a live engine core, in order; the one place that wires its classes together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.config import EngineConfig
+from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.errors import ConfigError
+from serve.kv_cache.manager import KVCacheManager
+from serve.messages import EngineReady
+from serve.scheduler.limits import SchedulerLimits
+from serve.scheduler.scheduler import Scheduler
+from serve.worker.executor import Executor
+
+
+def build_engine_core(
+    config: EngineConfig, model_path: Path, inbox: Inbox, outbox: Outbox
+) -> tuple[EngineCore, EngineReady]:
+    """Load the model and make a core around it. Raises ConfigError."""
+    # torch takes seconds to import: cores over other executors do without
+    from serve.worker.local_executor import LocalExecutor
+
+    return core_over(LocalExecutor(config, model_path), config, inbox, outbox)
+
+
+def core_over(
+    executor: Executor, config: EngineConfig, inbox: Inbox, outbox: Outbox
+) -> tuple[EngineCore, EngineReady]:
+    """Start `executor` and make a core that drives it; what it measured sizes everything."""
+    worker = executor.start()
+    scheduling = config.scheduler
+    try:
+        limits = SchedulerLimits(
+            max_num_seqs=scheduling.max_num_seqs,
+            max_num_batched_tokens=worker.max_num_batched_tokens,
+            max_model_len=worker.max_model_len,
+            enable_chunked_prefill=scheduling.enable_chunked_prefill,
+            delay_factor=scheduling.scheduler_delay_factor,
+            preemption_mode=scheduling.preemption_mode,
+        )
+    except ValueError as error:
+        executor.close()
+        raise ConfigError(f"{error}; raise --max-num-batched-tokens.") from error
+    kv = KVCacheManager(worker.num_blocks, config.cache.block_size, worker.num_host_blocks)
+    ready = EngineReady(
+        max_model_len=worker.max_model_len,
+        num_blocks=worker.num_blocks,
+        block_size=config.cache.block_size,
+        num_host_blocks=worker.num_host_blocks,
+        vocab_size=worker.vocab_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        device=worker.device,
+        dtype=worker.dtype,
+        attention_backend=worker.attention_backend,
+    )
+    return EngineCore(Scheduler(kv, limits), executor, inbox, outbox), ready

@@ -1,0 +1,81 @@
+"""What runs in the engine's own process, from its first instruction to its exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from serve import logs
+from serve.config import EngineConfig
+from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.engine.ipc import EngineSocket, Launch
+from serve.errors import ConfigError
+from serve.messages import EngineDied, EngineReady
+
+logger = logging.getLogger(__name__)
+
+CoreBuilder = Callable[[EngineConfig, Path, Inbox, Outbox], tuple[EngineCore, EngineReady]]
+
+
+def run_engine_process(arguments: Sequence[str], build: CoreBuilder) -> int:
+    """Be the engine at the other end of `arguments` = (socket address, lifeline fd).
+
+    Returns the exit code: 0 after Shutdown, 1 after anything else, which the front is told.
+    """
+    address, lifeline = arguments
+    _leave_signals_to_the_front()
+    _end_with_the_front(int(lifeline))
+    channel = EngineSocket(address)
+    launch = channel.receive_launch()
+    logs.configure(launch.log_level)
+    try:
+        _serve(launch, channel, build)
+    except ConfigError as error:
+        channel.send(EngineDied(str(error), is_config_error=True))
+        return 1
+    except BaseException as error:
+        logger.exception("the engine failed")
+        channel.send(EngineDied(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        channel.close()
+    return 0
+
+
+def _serve(launch: Launch, channel: EngineSocket, build: CoreBuilder) -> None:
+    core, ready = build(launch.config, Path(launch.model_path), channel, channel)
+    try:
+        channel.send(ready)
+        core.run()
+    finally:
+        core.executor.close()
+
+
+def _leave_signals_to_the_front() -> None:
+    """Ctrl-C and a service manager's SIGTERM reach every process of the group, but when to stop,
+    and whether to let requests finish, is the front's decision."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_with_the_front(lifeline: int) -> None:
+    """The front holds the other end of this pipe and never writes: an end of file is its death,
+    however it died."""
+
+    def wait() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def main() -> int:
+    """The real engine; late imports, so that signals and lifeline are in place at once."""
+    from serve.engine.build import build_engine_core
+
+    return run_engine_process(sys.argv[1:], build_engine_core)
