@@ -58,7 +58,7 @@ def _app() -> App:
         result_action=None,
     )
     # A third of 80 columns, cyclopts' own choice, would break the longest flag in two.
-    names = ColumnSpec(renderer=NameRenderer(max_width=30), max_width=30, style="cyclopts.name")
+    names = ColumnSpec(renderer=NameRenderer(max_width=34), max_width=34, style="cyclopts.name")
     help_page = DefaultFormatter(column_specs=(names, ColumnSpec(renderer=DescriptionRenderer())))
     app.command(serve, help_formatter=help_page)
     return app

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, Self
 
@@ -37,7 +38,10 @@ class Count(int):
         if suffix:
             base = 1000 if suffix.islower() else 1024
             unit = base ** _EXPONENT[suffix[0].lower()]
-        return super().__new__(cls, round(float(number) * unit))
+        whole = Fraction(number) * unit
+        if whole.denominator != 1:
+            raise ValueError(f"{value!r} is not a whole number")
+        return super().__new__(cls, whole.numerator)
 
 
 def _require(condition: bool, flag: str, value: object, accepted: str) -> None:

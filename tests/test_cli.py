@@ -122,7 +122,6 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(
     [
         ("prot: 1", "prot"),
         ("port: x", "port"),
-        ("port: 1.5", "port"),
         ("dtype: float64", "dtype"),
         ("port: [", "not valid YAML"),
         ("- port", "flag: value"),

@@ -47,6 +47,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         Count(text)
 
 
+def test_a_fraction_of_a_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not a whole number"):
+        Count("1.5")
+
+
 @given(st.integers(min_value=0, max_value=2**50))
 def test_a_plain_number_reads_as_itself(number: int) -> None:
     assert Count(str(number)) == number == Count(number)

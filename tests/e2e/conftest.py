@@ -1,0 +1,44 @@
+"""Servers and models that the end-to-end tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve.errors import ConfigError
+from serve.hub import find_model
+from tests.e2e.server_process import ServerProcess, serve
+from tests.e2e.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random model."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's file, downloaded on first use."""
+    try:
+        return find_model(None)
+    except ConfigError as error:
+        pytest.skip(f"the default model is out of reach: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server of the tiny model that tests share: none may stop it or leave requests behind."""
+    with serve(tiny_model, "--served-model-name", "tiny") as server:
+        yield server.wait_ready()
+        assert server.stop() == 0, server.log
+
+
+@pytest.fixture(scope="session")
+def default_server(default_model: Path) -> Iterator[ServerProcess]:
+    """A server of the default model, started without naming it, as `make serve` does."""
+    with ServerProcess(["--port", "0"]) as server:
+        yield server.wait_ready()
+        assert server.stop() == 0, server.log

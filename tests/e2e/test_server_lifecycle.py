@@ -1,0 +1,265 @@
+"""The server process as its operator sees it: start, signals, a dead engine, hang-ups, pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.requests import client, completion, events, is_idle, streamed_text, until
+from tests.e2e.server_process import ServerProcess, serve
+
+LONG = completion("Once upon a time", 1500, stream=True)
+
+
+@asynccontextmanager
+async def running_stream(http: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[dict]]:
+    """The rest of a long stream whose first token has arrived."""
+    async with http.stream("POST", "/v1/completions", json=LONG) as response:
+        stream = events(response)
+        await anext(stream)
+        yield stream
+
+
+async def rest_of(stream: AsyncIterator[dict]) -> list[dict]:
+    return [event async for event in stream]
+
+
+# ------------------------------------------------------------------------------------------- start
+
+
+def test_the_log_says_what_is_served_and_how_to_ask(tiny_server: ServerProcess) -> None:
+    assert f"serving tiny at {tiny_server.url}" in tiny_server.log
+    assert f"curl {tiny_server.url}/v1/chat/completions" in tiny_server.log
+    assert not tiny_server.url.endswith(":0")
+
+
+def start_up_failure(*arguments: str, **environment: str) -> str:
+    """The only line that a server writes which cannot start."""
+    with ServerProcess([*arguments, "--log-level", "error"], **environment) as server:
+        assert server.wait() == 1, server.log
+        assert len(server.lines) == 1, server.log
+        return server.log
+
+
+def test_a_missing_model_is_one_line_and_exit_code_1() -> None:
+    assert "/no/such/model does not exist" in start_up_failure("/no/such/model")
+
+
+def test_a_taken_port_is_one_line_and_exit_code_1(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = start_up_failure(str(tiny_model), "--port", port)
+    assert f"port {port}" in said
+    assert "--port 0 takes a free one" in said
+
+
+def cut_tail(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("model.safetensors", cut_tail),
+        ("model.safetensors", Path.unlink),
+        ("model.safetensors", lambda file: file.write_bytes(b"")),
+        ("config.json", lambda file: file.write_text("{")),
+        ("config.json", Path.unlink),
+        ("tokenizer.json", Path.unlink),
+    ],
+)
+def test_ops_13_a_damaged_model_folder_is_one_line_that_names_the_file(
+    tiny_model: Path, tmp_path: Path, file: str, damage
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    damage(folder / file)
+    said = start_up_failure(str(folder), "--port", "0")
+    assert file.split(".")[0] in said
+
+
+def test_a_signal_during_the_start_leaves_nothing_behind(tiny_model: Path) -> None:
+    with serve(tiny_model) as server:
+        while not server.process.children() and server.process.is_running():
+            server.process.cpu_percent(interval=0.05)
+        assert server.stop() == 0, server.log
+        assert not server.url
+
+
+@contextmanager
+def soft_file_limit(soft: int) -> Iterator[int]:
+    """Lower this process's own limit, which children inherit; yields the hard limit."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+
+
+async def test_ops_10_more_connections_than_the_soft_file_limit_are_served(
+    tiny_model: Path,
+) -> None:
+    with soft_file_limit(64) as hard:
+        server = serve(tiny_model, "--served-model-name", "tiny")
+    with server:
+        server.wait_ready()
+        soft = server.process.rlimit(psutil.RLIMIT_NOFILE)[0]
+        assert soft == min(hard, 1 << 20)
+        async with client(server) as http:
+            bodies = [completion(f"Number {i}", 4) for i in range(150)]
+            texts = await asyncio.gather(*(streamed_text(http, body) for body in bodies))
+        assert len(texts) == 150
+        assert server.stop() == 0
+
+
+# --------------------------------------------------------------------------------------------- end
+
+
+async def test_ops_01_a_killed_engine_fails_requests_at_once_and_ends_the_server(
+    tiny_model: Path,
+) -> None:
+    with serve(tiny_model, "--served-model-name", "tiny") as server:
+        server.wait_ready()
+        async with client(server) as http, running_stream(http) as stream:
+            plain = asyncio.create_task(http.post("/v1/completions", json=LONG | {"stream": False}))
+            await until(
+                lambda: server.metric("serve_llm_num_requests_running") == 2, "both requests run"
+            )
+            server.engine.kill()
+            last = (await rest_of(stream))[-1]
+            assert last["error"]["message"]
+            answer = await plain
+            assert answer.status_code in (500, 503)
+            assert answer.json()["error"]["message"]
+            health = await http.get("/health")
+            assert health.status_code == 503
+            refused = await http.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["message"]
+        assert server.wait() != 0
+        assert "engine died" in server.log
+
+
+async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny_model: Path) -> None:
+    with serve(tiny_model, "--served-model-name", "tiny") as server:
+        server.wait_ready()
+        async with client(server) as http, running_stream(http) as stream:
+            server.signal(signal.SIGTERM)
+            await until(lambda: "stopping" in server.log, "it stops")
+            refused = await http.post("/v1/completions", json=completion("late", 1))
+            assert refused.status_code == 503
+            received = await rest_of(stream)
+        assert received[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0, server.log
+
+
+async def test_after_the_shutdown_timeout_running_requests_end_with_an_error(
+    tiny_model: Path,
+) -> None:
+    flags = ("--served-model-name", "tiny", "--shutdown-timeout", "0")
+    with serve(tiny_model, *flags) as server:
+        server.wait_ready()
+        async with client(server) as http, running_stream(http) as stream:
+            server.signal(signal.SIGINT)
+            assert (await rest_of(stream))[-1]["error"]["message"]
+        assert server.wait() == 0, server.log
+
+
+async def test_a_second_signal_ends_the_wait(tiny_model: Path) -> None:
+    flags = ("--served-model-name", "tiny", "--shutdown-timeout", "1000")
+    with serve(tiny_model, *flags) as server:
+        server.wait_ready()
+        async with client(server) as http, running_stream(http) as stream:
+            server.signal(signal.SIGTERM)
+            await until(lambda: "stopping" in server.log, "it stops")
+            server.signal(signal.SIGTERM)
+            assert "error" in (await rest_of(stream))[-1]
+        assert server.wait() == 0, server.log
+
+
+async def test_a_killed_front_takes_its_engine_with_it(tiny_model: Path) -> None:
+    with serve(tiny_model) as server:
+        server.wait_ready()
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------------------------------- hang-ups
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_frees_its_blocks(tiny_model: Path, stream: bool) -> None:
+    with serve(tiny_model, "--served-model-name", "tiny") as server:
+        server.wait_ready()
+        async with client(server) as http:
+            request = http.build_request(
+                "POST", "/v1/completions", json=LONG | {"stream": stream, "n": 2}
+            )
+            sending = asyncio.create_task(http.send(request, stream=True))
+            await until(lambda: server.metric("serve_llm_kv_cache_usage_perc") > 0, "it runs")
+            if stream:
+                await (await sending).aclose()
+            else:
+                sending.cancel()
+            await until(lambda: is_idle(server), "every block is free")
+        finished = "serve_llm_request_success_total"
+        assert server.metric(finished, finished_reason="abort") == 2
+        assert server.metric(finished, finished_reason="length") == 0
+        assert server.stop() == 0
+
+
+# ---------------------------------------------------------------------------------------- pressure
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+async def test_sixteen_long_streams_in_forty_blocks_give_the_undisturbed_texts(
+    tiny_model: Path, mode: str
+) -> None:
+    flags = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "40")
+    with serve(tiny_model, *flags, "--preemption-mode", mode) as server:
+        server.wait_ready()
+        bodies = [completion(f"Story {i} of {'many ' * i}", 200) for i in range(16)]
+        async with client(server) as http:
+            alone = [await streamed_text(http, body) for body in bodies]
+            assert server.metric("serve_llm_num_preemptions_total") == 0
+            together = await asyncio.gather(*(streamed_text(http, body) for body in bodies))
+        assert together == alone
+        assert len(set(alone)) == 16
+        assert server.metric("serve_llm_num_preemptions_total") > 0
+        assert server.metric("serve_llm_num_preemptions_by_mode_total", mode=mode) > 0
+        assert is_idle(server)
+        assert server.stop() == 0
+
+
+async def test_a_short_request_overtakes_long_ones_that_came_before(
+    tiny_server: ServerProcess,
+) -> None:
+    async with client(tiny_server) as http, running_stream(http) as stream:
+        answer = await http.post("/v1/completions", json=completion("quick", 2))
+        assert answer.status_code == 200
+        assert "choices" in await anext(stream)  # the long one is still going
+        assert tiny_server.metric("serve_llm_num_requests_running") == 1
+    await until(lambda: is_idle(tiny_server), "the long one is aborted")
+
+
+@pytest.mark.slow
+async def test_ops_18_an_idle_connection_is_kept_for_longer_than_clients_keep_it(
+    tiny_server: ServerProcess,
+) -> None:
+    """uvicorn's own limit would be 5 seconds."""
+    async with client(tiny_server) as http:
+        await http.get("/health")
+        (connection,) = http._transport._pool.connections
+        await asyncio.sleep(7)  # the idle time itself is what is tested
+        assert (await http.get("/health")).status_code == 200
+        assert http._transport._pool.connections == [connection]
