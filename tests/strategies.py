@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 from hypothesis import strategies as st
 
 from serve.engine.core import EngineCore
+from serve.kv_cache.block_table import num_blocks_for
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AbortRequests, AddRequest, FinishReason, ToEngine
 from serve.sampling_params import SamplingParams
-from serve.scheduler.limits import SchedulerLimits, kv_tokens_at_most
+from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import (
     VOCAB_SIZE,
@@ -80,56 +82,57 @@ def limits(
     )
 
 
-@st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    """Small pools, small budgets, many requests: every kind of shortage, often."""
-    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
-    num_blocks = draw(st.integers(2, 24))
-    pool_tokens = num_blocks * block_size
-    max_model_len = draw(st.integers(2, min(48, pool_tokens + 8)))
-    chunked = draw(st.booleans())
-    budget = draw(st.integers(1, 40) if chunked else st.integers(max_model_len, 64))
-    arrivals = [
-        draw(_arrivals(f"r{i}", min(max_model_len, pool_tokens)))
-        for i in range(draw(st.integers(1, 8)))
-    ]
+def random_workload(rng: Random) -> Workload:
+    """Small pools, small budgets, many requests: every kind of shortage, often.
+
+    The pool holds the longest request and little more, so that two of them collide.
+    """
+    block_size = rng.choice([1, 2, 3, 4, 16])
+    longest = rng.randint(2, 48)
+    num_blocks = num_blocks_for(longest, block_size) + rng.randint(0, 6)
+    chunked = rng.random() < 0.6
     return Workload(
         limits=SchedulerLimits(
-            max_num_seqs=draw(st.integers(1, 6)),
-            max_num_batched_tokens=budget,
-            max_model_len=max_model_len,
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.randint(1, 40) if chunked else rng.randint(longest, 64),
+            max_model_len=longest,
             enable_chunked_prefill=chunked,
-            delay_factor=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0])),
-            preemption_mode=draw(st.sampled_from(["recompute", "swap", "auto"])),
+            delay_factor=rng.choice([0.0, 0.0, 0.5, 3.0]),
+            preemption_mode=rng.choice(["recompute", "swap", "auto"]),
         ),
         num_blocks=num_blocks,
         block_size=block_size,
-        num_host_blocks=draw(st.integers(0, 16)),
-        depth=draw(st.integers(1, 3)),
-        arrivals=arrivals,
+        num_host_blocks=rng.randint(0, 2 * num_blocks),
+        depth=rng.randint(1, 3),
+        arrivals=[_random_arrival(rng, f"r{i}", longest) for i in range(rng.randint(1, 8))],
     )
 
 
-@st.composite
-def _arrivals(draw: st.DrawFn, request_id: str, max_total: int) -> Arrival:
-    num_prompt = draw(st.integers(1, max_total))
-    max_tokens = draw(st.integers(0, max_total - num_prompt))
+def _random_arrival(rng: Random, request_id: str, longest: int) -> Arrival:
+    """Mostly short prompts and long answers: those are what outgrows a pool."""
+    num_prompt = rng.randint(1, min(longest, 6) if rng.random() < 0.6 else longest)
+    room = longest - num_prompt
+    max_tokens = room if rng.random() < 0.5 else rng.randint(0, room)
     # Few distinct tokens and a common start, so that prompts share prefixes.
-    shared = draw(st.integers(0, num_prompt))
-    prompt = [i % 5 for i in range(shared)]
-    prompt += draw(st.lists(st.integers(0, 3), min_size=num_prompt - shared,
-                            max_size=num_prompt - shared))  # fmt: skip
+    num_shared = rng.randint(0, num_prompt)
+    prompt = [i % 5 for i in range(num_shared)]
+    prompt += [rng.randint(0, 3) for _ in range(num_prompt - num_shared)]
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=draw(st.integers(0, min(3, max_tokens))),
+        min_tokens=rng.randint(0, min(3, max_tokens)),
         temperature=0.0,
-        stop_token_ids=draw(st.sampled_from([(), (3,), tuple(range(0, VOCAB_SIZE, 4))])),
-        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        stop_token_ids=rng.choice([(), (), (3,), (1, 11, 21)]),
+        prompt_logprobs=rng.choice([None, None, 0]),
         logprobs=0,
     )
-    turn = draw(st.integers(0, 30))
-    abort_turn = draw(st.one_of(st.none(), st.none(), st.integers(turn, turn + 40)))
+    turn = rng.randint(0, 3 if rng.random() < 0.6 else 30)
+    abort_turn = turn + rng.randint(0, 40) if rng.random() < 0.25 else None
     return Arrival(AddRequest(request_id, prompt, sampling, arrival_time=turn), turn, abort_turn)
+
+
+def workloads() -> st.SearchStrategy[Workload]:
+    """random_workload, drawn by hypothesis, so that a failure is shrunk."""
+    return st.randoms(use_true_random=False).map(random_workload)
 
 
 @dataclass
@@ -145,6 +148,8 @@ class Run:
     completions: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     prompt_positions: dict[str, list[int]] = field(default_factory=dict)
+    preemptions: dict[str, int] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
 
 
 def build(
@@ -185,7 +190,10 @@ def drive(
     while pending or run.core.has_work():
         assert turn < max_turns, "the engine does not come to an end"
         while pending and pending[0][0] <= turn:
-            run.core.handle(pending.popleft()[1])
+            message = pending.popleft()[1]
+            run.core.handle(message)
+            if isinstance(message, AbortRequests):
+                run.aborted.update(message.request_ids)
         _collect(run)
         clock.advance(1.0)
         after_turn(run)
@@ -205,7 +213,8 @@ def _events(arrivals: list[Arrival]) -> list[tuple[int, ToEngine]]:
 
 def _collect(run: Run) -> None:
     for delta in run.core.step():
-        assert delta.request_id not in run.reasons, f"{delta.request_id} goes on after its end"
+        over = delta.request_id in run.reasons or delta.request_id in run.aborted
+        assert not over, f"{delta.request_id} goes on after its end"
         run.completions.setdefault(delta.request_id, []).extend(delta.token_ids)
         for logprob in delta.prompt_logprobs or []:
             run.prompt_positions.setdefault(delta.request_id, []).append(-int(logprob.logprob))
@@ -213,6 +222,8 @@ def _collect(run: Run) -> None:
             assert [entry.token_id for entry in delta.logprobs] == delta.token_ids
         if delta.finish_reason is not None:
             run.reasons[delta.request_id] = delta.finish_reason
+            assert delta.times is not None
+            run.preemptions[delta.request_id] = delta.times.num_preemptions
 
 
 def check_answers(run: Run, workload: Workload) -> None:
@@ -239,18 +250,37 @@ def _wanted_reason(message: AddRequest, completion: list[int]) -> FinishReason:
     return FinishReason.LENGTH
 
 
+def check_run(run: Run, workload: Workload) -> None:
+    """All that must hold once a workload is done."""
+    check_answers(run, workload)
+    check_totals(run, workload)
+    check_drained(run)
+    bound = most_preemptions(workload)
+    assert all(n <= bound for n in run.preemptions.values()), (run.preemptions, bound)
+
+
+def most_preemptions(workload: Workload) -> int:
+    """How often one request may be preempted: the headroom doubles until it fills the pool."""
+    return workload.num_blocks.bit_length() + 2
+
+
+def check_totals(run: Run, workload: Workload) -> None:
+    """Every token is counted once, and no step is larger than its budget."""
+    stats = run.scheduler.stats()
+    assert stats.total_generation_tokens == sum(len(c) for c in run.completions.values())
+    finished = sum(
+        len(arrival.message.prompt_token_ids)
+        for arrival in workload.arrivals
+        if arrival.message.request_id in run.reasons
+    )
+    received = sum(len(arrival.message.prompt_token_ids) for arrival in workload.arrivals)
+    assert finished <= stats.total_prompt_tokens <= received
+    assert stats.step_tokens == run.executor.step_sizes
+
+
 def check_drained(run: Run) -> None:
     """Nothing is left behind: no block, no row, no request."""
     stats = run.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_swapped) == (0, 0, 0)
     assert (stats.num_blocks_used, stats.num_host_blocks_used) == (0, 0)
     assert not run.executor.rows, run.executor.rows.keys()
-
-
-def fits(workload: Workload, message: AddRequest) -> bool:
-    """Whether the workload's engine can ever run this request."""
-    prompt, wanted = len(message.prompt_token_ids), message.sampling.max_tokens
-    assert wanted is not None
-    pool = workload.num_blocks * workload.block_size
-    in_context = prompt + wanted <= workload.limits.max_model_len
-    return in_context and kv_tokens_at_most(prompt, wanted) <= pool

@@ -7,16 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from tests.strategies import (
     Workload,
     build,
-    check_answers,
-    check_drained,
+    check_run,
     drive,
     workloads,
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_scheduling_never_changes_an_answer(workload: Workload) -> None:
-    run = drive(build(workload), workload.arrivals)
-    check_answers(run, workload)
-    check_drained(run)
+    check_run(drive(build(workload), workload.arrivals), workload)

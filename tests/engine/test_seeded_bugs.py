@@ -1,0 +1,182 @@
+"""A test of the tests: known mistakes, put in one at a time, must not survive the property test."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from serve.kv_cache.block_copy import BlockCopy
+from serve.kv_cache.block_pool import BlockPool
+from serve.kv_cache.manager import KVCacheManager
+from serve.messages import FinishReason, TokenDelta
+from serve.scheduler.output import SchedulerOutput, StepResult
+from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.queues import RequestQueue
+from serve.scheduler.request import Request, RequestStatus
+from serve.scheduler.scheduler import Scheduler
+from tests.fakes import FakeExecutor
+from tests.strategies import build, check_run, drive, random_workload
+
+ROLES: dict[type[Any], str] = {
+    KVCacheManager: "kv_type",
+    Scheduler: "scheduler_type",
+    FakeExecutor: "executor_type",
+}
+SEEDED: dict[str, dict[str, type[Any]]] = {}
+
+
+def seeded(bug: type[Any]) -> type[Any]:
+    """Register a class with a mistake in it; its base says what it stands in for."""
+    SEEDED[bug.__name__] = {ROLES[bug.__base__]: bug}
+    return bug
+
+
+@seeded
+class HandsOutTheNullBlock(KVCacheManager):
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        super().__init__(num_blocks, block_size, num_host_blocks)
+        self._device = BlockPool(num_blocks, first_id=0)
+
+
+@seeded
+class LeaksHostBlocks(KVCacheManager):
+    def free(self, request_id: str) -> None:
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            self._drop(table)
+
+
+@seeded
+class CoversOneTokenTooFew(KVCacheManager):
+    def grow(self, request_id: str, num_tokens: int, *, keep_free: int = 0) -> list[int] | None:
+        return super().grow(request_id, max(1, num_tokens - 1), keep_free=keep_free)
+
+
+@seeded
+class FreesBlocksThatAreStillHeld(KVCacheManager):
+    def swap_out(self, request_id: str, num_tokens: int) -> list[BlockCopy] | None:
+        copies = super().swap_out(request_id, num_tokens)
+        if copies:
+            self._host.drop([copies[-1].dst])
+        return copies
+
+
+@seeded
+class ForgetsTheLastBlockOfASwap(KVCacheManager):
+    def swap_out(self, request_id: str, num_tokens: int) -> list[BlockCopy] | None:
+        copies = super().swap_out(request_id, num_tokens)
+        return copies[:-1] if copies and len(copies) > 1 else copies
+
+
+@seeded
+class GivesAwayTheLiveTable(KVCacheManager):
+    def block_ids(self, request_id: str) -> list[int]:
+        return self._tables[request_id].block_ids
+
+
+@seeded
+class CopiesSwappedBlocksAfterTheForward(FakeExecutor):
+    def _run(self, number: int, plan: SchedulerOutput) -> StepResult:
+        for request_id in plan.released:
+            self.rows.pop(request_id, None)
+        self._admit(plan)
+        result = self._forward(plan)
+        self._copy_blocks(plan)
+        return result
+
+
+@seeded
+class ReadmitsAVictimInFlight(Scheduler):
+    def _next_of(self, queue: RequestQueue) -> Request | None:
+        return queue.peek() if len(self.running) < self.limits.max_num_seqs else None
+
+
+@seeded
+class EvictsTheEldest(Scheduler):
+    def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
+        self.running.append(victim)
+        super()._preempt(self.running.pop(0), plan)
+
+
+@seeded
+class KeepsTheVictimsRow(Scheduler):
+    def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
+        super()._preempt(victim, plan)
+        plan.released.remove(victim.request_id)
+
+
+@seeded
+class ForgetsSampledTokensOnRecompute(Scheduler):
+    def _requeue_for_recompute(self, request: Request) -> None:
+        del request.token_ids[request.num_prompt_tokens :]
+        request.num_tokens = request.num_prompt_tokens
+        super()._requeue_for_recompute(request)
+
+
+@seeded
+class BelievesARecomputedRequestIsComputed(Scheduler):
+    def _requeue_for_recompute(self, request: Request) -> None:
+        computed = request.num_computed_tokens
+        super()._requeue_for_recompute(request)
+        request.num_computed_tokens = computed
+
+
+@seeded
+class KeepsBlocksOfTheAborted(Scheduler):
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if reason is FinishReason.ABORT and request.status is not RequestStatus.RUNNING:
+            del self.requests[request.request_id]
+            queue = self.waiting if request in self.waiting else self.swapped
+            queue.remove(request)
+        else:
+            super()._end(request, reason)
+
+
+@seeded
+class TellsPromptLogprobsAgain(Scheduler):
+    def _requeue_for_recompute(self, request: Request) -> None:
+        super()._requeue_for_recompute(request)
+        request.num_prompt_logprobs_sent = 0
+
+
+@seeded
+class CountsPromptTokensAgain(Scheduler):
+    def _requeue_for_recompute(self, request: Request) -> None:
+        super()._requeue_for_recompute(request)
+        request.num_prompt_tokens_counted = 0
+
+
+@seeded
+class OverrunsTheBudget(Scheduler):
+    def _place(
+        self, request: Request, num_tokens: int, new_block_ids: list[int], plan: PlanBuilder
+    ) -> None:
+        super()._place(request, num_tokens, new_block_ids, plan)
+        if num_tokens > 1:
+            plan.tokens_left += 1
+
+
+@seeded
+class TakesInTokensOfTheEnded(Scheduler):
+    def update(self, plan: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
+        late = [
+            TokenDelta(entry.request_id, result.token_ids[entry.request_id])
+            for entry, request in zip(plan.scheduled, self._launched[0].requests, strict=True)
+            if request.status is RequestStatus.FINISHED and entry.samples
+        ]
+        return super().update(plan, result) + late
+
+
+def run_the_suite(**types: type[Any]) -> None:
+    """What test_core checks of its random workloads, on workloads from fixed seeds."""
+    for seed in range(3000):
+        workload = random_workload(Random(seed))
+        check_run(drive(build(workload, **types), workload.arrivals), workload)
+
+
+@pytest.mark.parametrize("bug", SEEDED)
+def test_a_seeded_bug_is_caught(bug: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever breaks first
+        run_the_suite(**SEEDED[bug])
