@@ -8,11 +8,14 @@ from serve.kernels.triton.backend import TritonAttention
 from serve.kernels.triton.tiles import current_target, load_tiles
 
 
-def triton_kernels() -> Kernels:
-    """The kernels for this process's GPU (or for Triton's interpreter)."""
+def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
+    """The kernels for this process's GPU (or for Triton's interpreter).
+
+    batch_invariant: a request's result is the same bit for bit whatever shares its batch.
+    """
     return Kernels(
         name="triton",
-        attention=TritonAttention(load_tiles(current_target())),
+        attention=TritonAttention(load_tiles(current_target()), batch_invariant=batch_invariant),
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         rotary=reference.rotary,

@@ -8,8 +8,9 @@ from torch import Tensor
 from serve.kernels.base import AttentionMetadata, BackendLimits
 from serve.kernels.triton.arguments import BLOCK_SIZES, DTYPES, HEAD_DIMS, AttentionArguments
 from serve.kernels.triton.attention import ragged_attention
+from serve.kernels.triton.decode_attention import decode_attention, plan_splits
 from serve.kernels.triton.kv_write import write_kv
-from serve.kernels.triton.tiles import TileTable
+from serve.kernels.triton.tiles import TileTable, multiprocessor_count
 
 
 class TritonAttention:
@@ -22,8 +23,11 @@ class TritonAttention:
         block_sizes=BLOCK_SIZES,
     )
 
-    def __init__(self, tiles: TileTable) -> None:
+    def __init__(self, tiles: TileTable, *, batch_invariant: bool = False) -> None:
+        """batch_invariant: a token's result must not depend, bit for bit, on what shares its step
+        or on how its prompt was cut; so one kernel, one tile, no split."""
         self._tiles = tiles
+        self._batch_invariant = batch_invariant
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -51,7 +55,24 @@ class TritonAttention:
             query, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if query.shape[0]:
+        if not query.shape[0]:
+            return out
+        num_rows = meta.seq_lens.shape[0]
+        split_rows, num_splits = 0, 1
+        if not self._batch_invariant:
+            split_rows, num_splits = plan_splits(
+                meta, arguments.num_kv_heads, window, multiprocessor_count(query.device)
+            )
+        if split_rows:
+            tile = self._tiles.attention("decode", query.dtype, arguments.head_dim)
+            decode_attention(arguments, out, num_rows=split_rows, num_splits=num_splits, tile=tile)
+        if split_rows < num_rows:
             tile = self._tiles.attention("ragged", query.dtype, arguments.head_dim)
-            ragged_attention(arguments, out, first_row=0, tile=tile, always_mask=False)
+            ragged_attention(
+                arguments,
+                out,
+                first_row=split_rows,
+                tile=tile,
+                always_mask=self._batch_invariant,
+            )
         return out
