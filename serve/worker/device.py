@@ -127,7 +127,8 @@ class CpuDevice:
             )
             return torch.bfloat16
         if wanted == "auto" and checkpoint_dtype is not torch.float32:
-            logger.info("serving the %s checkpoint in float32 on this CPU", checkpoint_dtype)
+            stored = str(checkpoint_dtype).removeprefix("torch.")
+            logger.info("the checkpoint is %s; a CPU serves it in float32", stored)
         return torch.float32
 
     def free_bytes(self) -> int:
