@@ -61,6 +61,7 @@ class Row:
     block_ids: list[int]
     wants_prompt_logprobs: bool
     num_computed: int | None = None  # set by its first share
+    failed: bool = False  # its step raised: it is over, but steps launched before that name it
 
 
 @dataclass
@@ -76,7 +77,11 @@ class FakePending:
 
 @dataclass
 class FakeExecutor:
-    """Executor protocol over dictionaries. Raises AssertionError on any inconsistent plan."""
+    """Executor protocol over dictionaries.
+
+    An inconsistent plan raises AssertionError, which is also kept in `violations`: the engine takes
+    any exception of a step for a failure of the device.
+    """
 
     num_blocks: int
     block_size: int
@@ -88,6 +93,7 @@ class FakeExecutor:
     host: dict[int, list[Content | None]] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     step_sizes: list[int] = field(default_factory=list)
+    violations: list[AssertionError] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +132,9 @@ class FakeExecutor:
                 self._results[step_number] = self._run(step_number, plan)
             except InjectedFailure as error:
                 self._results[step_number] = error
+            except AssertionError as error:
+                self.violations.append(error)
+                self._results[step_number] = error
         result = self._results.pop(number)
         if isinstance(result, Exception):
             raise result
@@ -135,10 +144,17 @@ class FakeExecutor:
         for request_id in plan.released:
             self.rows.pop(request_id, None)
         if self.fail_on(number, plan):
-            raise InjectedFailure(f"injected into step {number}")
+            self._fail(number, plan)
         self._copy_blocks(plan)
         self._admit(plan)
         return self._forward(plan)
+
+    def _fail(self, number: int, plan: SchedulerOutput) -> None:
+        """Fail between the bookkeeping and all device work, copies included."""
+        self._admit(plan)
+        for entry in plan.scheduled:
+            self.rows[entry.request_id].failed = True
+        raise InjectedFailure(f"injected into step {number}")
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
         assert not (plan.swap_out and plan.swap_in), "a step swaps both out and in"
@@ -174,17 +190,18 @@ class FakeExecutor:
             self.step_sizes.append(total)
         ids = [entry.request_id for entry in plan.scheduled]
         assert len(set(ids)) == len(ids), f"a request is scheduled twice: {ids}"
-        self._check_no_block_has_two_writers(plan)
-        for entry in plan.scheduled:  # one forward pass: everything is written before it is read
+        alive = [entry for entry in plan.scheduled if not self.rows[entry.request_id].failed]
+        self._check_no_block_has_two_writers(alive)
+        for entry in alive:  # one forward pass: everything is written before it is read
             self._write_kv(entry)
         result = StepResult({}, {}, {})
-        for entry in plan.scheduled:
+        for entry in alive:
             self._attend_and_sample(entry, result)
         return result
 
-    def _check_no_block_has_two_writers(self, plan: SchedulerOutput) -> None:
+    def _check_no_block_has_two_writers(self, entries: list[ScheduledRequest]) -> None:
         writer_of: dict[int, str] = {}
-        for entry in plan.scheduled:
+        for entry in entries:
             row = self.rows[entry.request_id]
             row.block_ids.extend(entry.new_block_ids)
             first = entry.start // self.block_size

@@ -195,6 +195,8 @@ def drive(
             if isinstance(message, AbortRequests):
                 run.aborted.update(message.request_ids)
         _collect(run)
+        if run.executor.violations:
+            raise run.executor.violations[0]
         clock.advance(1.0)
         after_turn(run)
         turn += 1
