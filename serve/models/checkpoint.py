@@ -1,0 +1,169 @@
+"""Checkpoints: a model's config and where its tensors come from, whatever the file format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
+from transformers import AutoConfig
+
+from serve.errors import ConfigError
+from serve.models import gguf_names, safetensors_files
+from serve.models.gguf_file import GGUFFile
+
+Format = Literal["safetensors", "gguf", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked checkpoint: its config is read and its files are complete."""
+
+    path: Path  # folder or .gguf file
+    format: Format
+    hf_config: Any  # a transformers config object
+    dtype: torch.dtype  # what the weights were published in
+    files: tuple[Path, ...]  # empty for dummy
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors under their Hugging Face names, one in memory at a time."""
+        for file in self.files:
+            yield from self.tensors_of(file)
+
+    def tensor_names(self) -> set[str]:
+        """Names of all tensors, read from the files' headers."""
+        if self.format == "gguf":
+            return _gguf_names(self.path, self.hf_config)
+        return safetensors_files.read_names(self.files)
+
+    def tensors_of(self, file: Path) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one of `files`. GGUF's are dequantized to fp32."""
+        if self.format == "gguf":
+            yield from _gguf_tensors(file, self.hf_config)
+        else:
+            yield from safetensors_files.read_tensors(file)
+
+
+def open_checkpoint(path: Path, load_format: str) -> Checkpoint:
+    """Find and check what a folder or .gguf file holds, without loading weights.
+
+    `load_format` is the user's choice (`--load-format`); "dummy" needs the config only.
+    Raises ConfigError: one line that names the file and what to do.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder; give a model folder or a .gguf file")
+    gguf_file = _find_gguf(path, load_format)
+    if gguf_file is not None:
+        return _open_gguf(gguf_file, load_format)
+    if load_format == "gguf":
+        raise ConfigError(f"{path}: no .gguf file here, which --load-format gguf needs")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: not a model; give a model folder or a .gguf file")
+    config = _read_config(path)
+    files = () if load_format == "dummy" else safetensors_files.find_files(path)
+    return Checkpoint(
+        path=path,
+        format="dummy" if load_format == "dummy" else "safetensors",
+        hf_config=config,
+        dtype=_config_dtype(config) or _first_dtype(files),
+        files=files,
+    )
+
+
+def _find_gguf(path: Path, load_format: str) -> Path | None:
+    """The GGUF file to open, if GGUF is what `path` means."""
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            return None
+        if load_format == "safetensors":
+            raise ConfigError(f"{path}: a .gguf file, but --load-format asks for safetensors")
+        return path
+    if load_format == "safetensors" or (load_format != "gguf" and (path / "config.json").exists()):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"{path}: several .gguf files ({names}); name the one to serve")
+    return found[0] if found else None
+
+
+def _open_gguf(file: Path, load_format: str) -> Checkpoint:
+    with GGUFFile(file) as opened:
+        values = gguf_names.config_values(opened)
+        config_class = gguf_names.model_type(file, opened.settings)
+        kinds = {tensor.kind for tensor in opened.tensors}
+    try:
+        config = AutoConfig.for_model(config_class, **values)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: {_first_line(error)}") from error
+    return Checkpoint(
+        path=file,
+        format="dummy" if load_format == "dummy" else "gguf",
+        hf_config=config,
+        # Quantized weights have no dtype of their own; bfloat16 holds their range.
+        dtype=torch.float16 if GGMLQuantizationType.F16 in kinds else torch.bfloat16,
+        files=() if load_format == "dummy" else (file,),
+    )
+
+
+def _gguf_names(file: Path, config: Any) -> set[str]:
+    with GGUFFile(file) as opened:
+        return {gguf_names.hf_name(t.name, config.model_type) for t in opened.tensors}
+
+
+def _gguf_tensors(file: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
+    with GGUFFile(file) as opened:
+        for tensor in opened.tensors:
+            if tensor.name == gguf_names.ROPE_DIVISORS:
+                continue  # read into the config
+            name = gguf_names.hf_name(tensor.name, config.model_type)
+            yield name, gguf_names.hf_value(name, opened.load(tensor), config)
+
+
+def _read_config(folder: Path) -> Any:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{file}: the file is missing; {folder} is not a model folder")
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}); download it again") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ConfigError(f"{file}: it has no model_type; use a transformers model's config.json")
+    if content.get("quantization_config"):
+        method = content["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(
+            f"{file}: weights quantized with {method} cannot be served; use the model's "
+            "unquantized weights or a .gguf file"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ConfigError(
+            f"{file}: model type {content['model_type']!r} cannot be served: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _first_dtype(files: tuple[Path, ...]) -> torch.dtype:
+    for file in files:
+        for _, tensor in safetensors_files.read_tensors(file):
+            if tensor.is_floating_point():
+                return tensor.dtype
+    return torch.float32

@@ -1,0 +1,108 @@
+"""Checkpoint → model: our decoder where it knows the family, transformers' model otherwise."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from serve.errors import ConfigError
+from serve.kernels.base import Kernels
+from serve.models.base import CausalModel
+from serve.models.checkpoint import Checkpoint
+from serve.models.decoder import DecoderModel
+from serve.models.families import config_head_dim, read_spec
+from serve.models.loader import load_parameters
+from serve.models.parameters import (
+    EMBEDDING,
+    HEAD,
+    DecoderParameters,
+    allocate,
+    fill_randomly,
+)
+from serve.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    *,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    impl: str,
+    seed: int,
+) -> CausalModel:
+    """Load a checkpoint in `dtype` on `device`.
+
+    `impl` is "auto", "native" (our decoder) or "transformers". `seed` makes dummy weights.
+    Raises ConfigError.
+    """
+    spec = read_spec(checkpoint.hf_config) if impl != "transformers" else None
+    if spec is not None:
+        return _native(checkpoint, spec, kernels, dtype, device, seed)
+    if impl == "native":
+        raise ConfigError(
+            f"{checkpoint.path}: our decoder does not know this variant of model type "
+            f"{checkpoint.hf_config.model_type!r}; use --model-impl transformers or auto"
+        )
+    from serve.models.transformers_model import load_transformers_model  # seconds to import
+
+    logger.info("model type %s runs as transformers' model", checkpoint.hf_config.model_type)
+    return load_transformers_model(
+        checkpoint, kernels=kernels, dtype=dtype, device=device, seed=seed
+    )
+
+
+def head_dims(hf_config: Any) -> set[int]:
+    """Sizes of the attention heads a model will have, for choosing kernels."""
+    return {config_head_dim(hf_config.get_text_config())}
+
+
+def _native(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> DecoderModel:
+    if checkpoint.format == "dummy":
+        parameters = allocate(spec, dtype, device)
+        fill_randomly(parameters, spec, seed)
+    elif spec.tie_embeddings:
+        parameters = _load_tied(checkpoint, spec, dtype, device)
+    else:
+        parameters = allocate(spec, dtype, device)
+        load_parameters(parameters.by_name(), checkpoint)
+    return DecoderModel(spec, parameters, kernels)
+
+
+def _load_tied(
+    checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+) -> DecoderParameters:
+    """Tied checkpoints may store the shared matrix under either name, or under both."""
+    stored = checkpoint.tensor_names()
+    if not {EMBEDDING, HEAD} <= stored:
+        parameters = allocate(spec, dtype, device)
+        targets = parameters.by_name()
+        if HEAD in stored:
+            targets[HEAD] = targets.pop(EMBEDDING)
+        load_parameters(targets, checkpoint)
+        return parameters
+
+    parameters = allocate(replace(spec, tie_embeddings=False), dtype, device)
+    load_parameters(parameters.by_name(), checkpoint)
+    assert parameters.head is not None
+    if torch.equal(parameters.embedding, parameters.head.weight):
+        return replace(parameters, head=None)
+    logger.warning(
+        "%s: the config ties %s to %s, but their values differ; both are used as stored",
+        checkpoint.path,
+        HEAD,
+        EMBEDDING,
+    )
+    return parameters

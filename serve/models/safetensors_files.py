@@ -1,0 +1,81 @@
+"""The safetensors files of a model folder, found and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from serve.errors import ConfigError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def find_files(folder: Path) -> tuple[Path, ...]:
+    """The folder's weight files, each complete by its own header. Raises ConfigError."""
+    if (folder / _SINGLE).exists():
+        files = [folder / _SINGLE]
+    elif (folder / _INDEX).exists():
+        files = _files_of_index(folder / _INDEX)
+    else:
+        raise ConfigError(f"{folder}: {_no_weights(folder)}")
+    for file in files:
+        for _ in _open(file):
+            pass
+    return tuple(files)
+
+
+def read_names(files: Iterable[Path]) -> set[str]:
+    """Names of all tensors in files, from their headers."""
+    return {name for file in files for opened in _open(file) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a file in the file's order, one in memory at a time."""
+    for opened in _open(file):
+        for name in opened.offset_keys():
+            yield name, opened.get_tensor(name)
+
+
+def _open(file: Path) -> Iterator[Any]:
+    """The opened file, once, with safetensors' complaints turned into ours."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{file}: not a whole safetensors file ({error}); download it again"
+        ) from error
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ConfigError(
+            f"{index}: not a readable index ({error!r}); download it again"
+        ) from error
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise ConfigError(
+                f"{index.parent / name}: the file is missing although {_INDEX} names it; "
+                "download it again"
+            )
+    return [index.parent / name for name in names]
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.safetensors")):
+        return f"the folder has neither {_SINGLE} nor {_INDEX}; download the missing file"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        return (
+            "the folder has pickled weights only, which may run code when they are opened; "
+            "convert the model to safetensors"
+        )
+    return f"the folder has no weights ({_SINGLE} or {_INDEX}); download the model again"
