@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from serve.engine.gguf_settings import find_gguf
+from serve.engine.gguf_tokenizer import read_gguf_end_ids
 from serve.errors import ConfigError, InvalidRequest
 from serve.sampling_params import SamplingParams
 
@@ -44,11 +46,12 @@ def read_generation_config(model_path: Path, mode: Literal["auto", "none"]) -> G
     """End ids and sampling defaults of the model at `model_path`; "none" leaves out the defaults.
 
     End ids are facts about the model, so they are read in both modes: generation_config.json's
-    (an id or a list), else config.json's. A .gguf file has neither; its tokenizer names the end.
+    (an id or a list), else config.json's; or what a .gguf file's tokenizer names as ends.
     Raises ConfigError for unreadable JSON or values out of range.
     """
-    if not model_path.is_dir():
-        return GenerationConfig()
+    gguf_file = find_gguf(model_path)
+    if gguf_file is not None:
+        return GenerationConfig(read_gguf_end_ids(gguf_file))
     generation_path = model_path / "generation_config.json"
     generation = _read_json(generation_path)
     end = generation.get("eos_token_id")

@@ -1,6 +1,6 @@
 """Text ↔ ids, and chats → ids, off the event loop.
 
-transformers reads the checkpoint's tokenizer files of whatever kind; from then on the `tokenizers`
+transformers reads a folder's tokenizer files of whatever kind; from then on the `tokenizers`
 library does the work, because its batch call releases the interpreter lock (its single call and
 transformers' wrapper do not) and changes no shared state, so that threads may share it.
 """
@@ -21,6 +21,8 @@ from tokenizers import Tokenizer as Backend
 from serve.engine.chat_messages import Message, for_template
 from serve.engine.chat_template import ChatTemplate
 from serve.engine.detokenizer import Detokenizer
+from serve.engine.gguf_settings import find_gguf
+from serve.engine.gguf_tokenizer import read_gguf_tokenizer
 from serve.engine.token_bytes import TokenBytes
 from serve.errors import ConfigError, InvalidRequest
 from serve.sampling_params import SamplingParams
@@ -238,14 +240,19 @@ def _template_text(chat_template: str) -> str:
 
 
 def _read_files(path: Path) -> tuple[Backend, TokenizerFiles]:
-    # transformers takes seconds to import: only those who read a checkpoint pay
+    gguf_file = find_gguf(path)
+    if gguf_file is None:
+        return _read_folder(path)
+    backend, special_tokens, templates = read_gguf_tokenizer(gguf_file)
+    return backend, TokenizerFiles(special_tokens, templates)
+
+
+def _read_folder(path: Path) -> tuple[Backend, TokenizerFiles]:
+    # transformers takes seconds to import: a .gguf file does without
     from transformers import AutoTokenizer
 
     try:
-        if path.is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for missing or broken files
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
