@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from serve import logs
+from serve import __version__, logs
 from serve.api.app import create_app
 from serve.api.metrics import Metrics
 from serve.config import EngineConfig, ServerConfig, api_keys_from_environment
@@ -47,6 +47,7 @@ def run_server(config: EngineConfig, server: ServerConfig) -> int:
     logs.configure(server.log_level)
     # Until the event loop takes over, SIGTERM ends a download or a load as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logger.info("serve-llm %s: starting %s", __version__, config.model.model or DEFAULT_MODEL.name)
     try:
         with _bind(server.host, server.port) as listener:
             _raise_file_limit()

@@ -15,7 +15,7 @@ from types import TracebackType
 import httpx
 import psutil
 
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 240
 END_TIMEOUT_S = 60
 _READY = re.compile(r"serving (\S+) at (http://\S+)")
 
