@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.interpreter import widened_dots
+from tests.kernels.interpreter import gpu_arithmetic
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _interpreter_knows_bfloat16() -> Iterator[None]:
-    with widened_dots():
+@pytest.fixture(autouse=True)
+def _gpu_arithmetic() -> Iterator[None]:
+    with gpu_arithmetic():
         yield

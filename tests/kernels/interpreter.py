@@ -1,31 +1,63 @@
-"""Repairs of Triton's interpreter, for the time of a test."""
+"""Triton's interpreter, made to compute what a GPU computes, for the time of a test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime import interpreter
 
 
 @contextmanager
-def widened_dots() -> Iterator[None]:
-    """Make `tl.dot` right for bfloat16, whose bit patterns the interpreter multiplies as integers.
+def gpu_arithmetic() -> Iterator[None]:
+    """Round to bfloat16 as GPUs do, multiply bfloat16 matrices, let exp overflow to infinity.
 
-    Widening to fp32 loses nothing: a GPU multiplies bfloat16 exactly and sums in fp32 too.
+    Left alone, the interpreter cuts bfloat16 off instead of rounding, and its `tl.dot` multiplies
+    the bit patterns as integers. Widening to fp32 loses nothing: a GPU's products are exact too.
     """
-    narrow_dot = InterpreterBuilder.create_dot
+    convert_float = interpreter._convert_float
+    create_dot = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: object, a: object, b: object, *rest: object) -> object:
-        wide = [
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(data)).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return data.astype(np.uint32) << 16
+        return convert_float(data, source, target, rounding)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (
             self.cast_impl(operand, tl.float32) if operand.dtype.scalar == tl.bfloat16 else operand
             for operand in (a, b)
-        ]
-        return narrow_dot(self, *wide, *rest)
+        )
+        return create_dot(self, a, b, *rest)
 
-    InterpreterBuilder.create_dot = create_dot
-    try:
+    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
+        patch.setattr(interpreter, "_convert_float", convert)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         yield
-    finally:
-        InterpreterBuilder.create_dot = narrow_dot
+
+
+@contextmanager
+def exact_dots() -> Iterator[None]:
+    """Sum each `tl.dot` in fp64 and round once.
+
+    numpy rounds a row of an fp32 product by its place in the matrix, a GPU does not; with this, the
+    order in which a kernel adds its tiles is all that can make two results differ.
+    """
+
+    def dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64)
+        return interpreter.TensorHandle(
+            product.astype(total.data.dtype) + total.data, total.dtype.scalar
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        yield

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from torch import Tensor
+
 from serve.kernels import reference
-from serve.kernels.base import Kernels
+from serve.kernels.base import Kernels, PackedLinear
+from serve.kernels.triton.activation import gated_act
 from serve.kernels.triton.backend import TritonAttention
+from serve.kernels.triton.block_copy import copy_blocks
+from serve.kernels.triton.matmul import invariant_linear
+from serve.kernels.triton.norm import add_rms_norm, rms_norm
+from serve.kernels.triton.rope import rotary
 from serve.kernels.triton.tiles import current_target, load_tiles
 
 
 def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
     """The kernels for this process's GPU (or for Triton's interpreter).
 
-    batch_invariant: a request's result is the same bit for bit whatever shares its batch.
+    batch_invariant: a request's result is the same bit for bit whatever shares its batch, and
+    however it is cut into chunks. Linear layers and attention are slower for it.
     """
+    tiles = load_tiles(current_target())
+
+    def pack_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        tile = tiles.matmul(weight.dtype)
+        return partial(invariant_linear, weight=weight, bias=bias, tile=tile)
+
     return Kernels(
         name="triton",
-        attention=TritonAttention(load_tiles(current_target()), batch_invariant=batch_invariant),
-        rms_norm=reference.rms_norm,
-        add_rms_norm=reference.add_rms_norm,
-        rotary=reference.rotary,
-        gated_act=reference.gated_act,
-        pack_linear=reference.pack_linear,
-        copy_blocks=reference.copy_blocks,
+        attention=TritonAttention(tiles, batch_invariant=batch_invariant),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary=rotary,
+        gated_act=gated_act,
+        pack_linear=pack_invariant if batch_invariant else reference.pack_linear,
+        copy_blocks=copy_blocks,
     )
