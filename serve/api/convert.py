@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from serve.api.errors import Unsupported
 from serve.api.protocol.common import GenerationRequest
 from serve.api.service import Service
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import InvalidRequest
+from serve.errors import InvalidRequest, PromptTooLong
 from serve.sampling_params import SamplingParams
 
 MAX_CHOICES = 1024
+MAX_CHARS_PER_TOKEN = 256  # no text comes near this on average
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 
@@ -102,7 +103,8 @@ async def sampling_params(
 ) -> SamplingParams:
     """What the body asks, over the model's own defaults, over ours.
 
-    Raises InvalidRequest, naming the field. `max_tokens` None: up to the end of the context.
+    Raises InvalidRequest, naming the field; ids are checked against the vocabulary by the engine.
+    `max_tokens` None: up to the end of the context.
     """
     defaults = service.engine.model.generation_defaults
     given = {name: getattr(body, name) for name in _SAME_NAME}
@@ -110,15 +112,14 @@ async def sampling_params(
         **{name: value for name, value in defaults.items() if name in _SAME_NAME},
         **{name: value for name, value in given.items() if value is not None},
     }
-    vocab_size = service.engine.model.vocab_size
     return SamplingParams(
         **fields,
         max_tokens=max_tokens,
         seed=None if body.seed == -1 else body.seed,
         stop=_stop_strings(body.stop),
-        stop_token_ids=checked_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids"),
-        allowed_token_ids=_allowed_ids(body.allowed_token_ids, vocab_size),
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=_allowed_ids(body.allowed_token_ids),
+        logit_bias=_logit_bias(body.logit_bias or {}),
         bad_words_token_ids=await _bad_words(body.bad_words or [], service.engine.tokenizer),
         logprobs=logprobs.generated,
         prompt_logprobs=logprobs.prompt,
@@ -133,30 +134,26 @@ def capped_logprobs(count: int | None, service: Service, param: str) -> int | No
     return count
 
 
-def checked_ids(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """The ids, if all are in the vocabulary."""
-    result = tuple(ids)
-    for i, token_id in enumerate(result):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{param}.{i}: {token_id} is not a token id of this model (0 to {vocab_size - 1}).",
-                param=f"{param}.{i}",
-            )
-    return result
-
-
 async def prompt_ids(
     prompt: str | list[int], body: GenerationRequest, service: Service
 ) -> list[int]:
-    """One prompt as ids, with the tokenizer's special tokens unless told otherwise."""
-    if isinstance(prompt, str):
-        adds = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = await service.engine.tokenizer.encode(prompt, add_special_tokens=adds)
-    else:
-        ids = list(checked_ids(prompt, service.engine.model.vocab_size, "prompt"))
-    if not ids:
-        raise InvalidRequest("The prompt is empty.", param="prompt")
-    return truncated(ids, body, service)
+    """One prompt as ids, with the tokenizer's special tokens unless told otherwise.
+
+    Raises PromptTooLong for a text that could not fit, before any time is spent on it.
+    """
+    if not isinstance(prompt, str):
+        return truncated(prompt, body, service)
+    limit = service.engine.model.max_model_len
+    if body.truncate_prompt_tokens is None and len(prompt) > limit * MAX_CHARS_PER_TOKEN:
+        raise PromptTooLong(
+            f"The prompt has {len(prompt)} characters; this model accepts {limit} tokens, "
+            "completion included. Shorten it.",
+            param="prompt",
+        )
+    adds = True if body.add_special_tokens is None else body.add_special_tokens
+    return truncated(
+        await service.engine.tokenizer.encode(prompt, add_special_tokens=adds), body, service
+    )
 
 
 def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list[int]:
@@ -183,26 +180,22 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return strings
 
 
-def _allowed_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+def _allowed_ids(ids: list[int] | None) -> tuple[int, ...]:
     if ids is not None and not ids:
         raise InvalidRequest(
             "allowed_token_ids must not be empty; leave it out.", param="allowed_token_ids"
         )
-    return checked_ids(ids or (), vocab_size, "allowed_token_ids")
+    return tuple(ids or ())
 
 
-def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     """Keys are ids in text form; values are cut to ±100, which force or ban already."""
-    result = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise InvalidRequest(
-                f"logit_bias: {key[:20]!r} is not a token id of this model "
-                f"(0 to {vocab_size - 1}).",
-                param="logit_bias",
+                f"logit_bias: {key[:20]!r} is not a token id in text form.", param="logit_bias"
             )
-        result[int(key)] = max(-100.0, min(100.0, value))
-    return result
+    return {int(key): max(-100.0, min(100.0, value)) for key, value in bias.items()}
 
 
 async def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

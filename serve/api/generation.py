@@ -71,7 +71,8 @@ class Outputs:
         self._service = service
         self._job = job
         streams = [self._generate(index) for index in range(job.num_choices)]
-        self._source = _alone(streams[0]) if len(streams) == 1 else _merged(streams)
+        self._alone = streams[0]  # read directly: this is the path of nearly every request
+        self._merged = _merged(streams) if len(streams) > 1 else None
         self._unfinished = len(streams)
         self._started_at = time.monotonic()
         self._closed = False
@@ -91,7 +92,10 @@ class Outputs:
         """The next output of whichever choice has one."""
         if self._unfinished == 0:
             raise StopAsyncIteration
-        index, output = await anext(self._source)
+        if self._merged is None:
+            index, output = 0, await anext(self._alone)
+        else:
+            index, output = await anext(self._merged)
         self.tally.generated[index] = output.num_generated_tokens
         self.tally.cached[index] = output.num_cached_tokens
         if output.finish_reason is not None:
@@ -105,7 +109,7 @@ class Outputs:
             return
         self._closed = True
         self._service.open_requests.count -= 1
-        await self._source.aclose()
+        await (self._merged or self._alone).aclose()
         if not self._service.config.disable_log_requests:
             logger.info(
                 "%s: %d prompt + %d generated tokens, %s, %.2f s",
@@ -130,12 +134,6 @@ class Outputs:
             request_id=label,
             continues_prompt=self._job.continues_prompt,
         )
-
-
-async def _alone(stream: Stream) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async with aclosing(stream):
-        async for output in stream:
-            yield 0, output
 
 
 async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -213,14 +211,16 @@ async def collect(service: Service, job: Job) -> tuple[list[Choice], Usage]:
     return choices, outputs.tally.usage()
 
 
-async def in_intervals(
+def in_intervals(
     outputs: Outputs, interval: int | None
 ) -> AsyncIterator[tuple[int, RequestOutput]]:
     """The outputs, joined so that each but a choice's first and last has `interval` tokens."""
-    if interval is None or interval == 1:
-        async for item in outputs:
-            yield item
-        return
+    return outputs if interval is None or interval == 1 else _held_back(outputs, interval)
+
+
+async def _held_back(
+    outputs: Outputs, interval: int
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     held: dict[int, RequestOutput] = {}
     begun: set[int] = set()
     async for index, output in outputs:

@@ -6,20 +6,18 @@ Names are vLLM's. Under another prefix than `vllm:` one of them changes: a histo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     generate_latest,
 )
-from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
+from serve.api.histogram import Histogram
 from serve.engine.observer import FinishedRequest
 from serve.engine.served_model import ServedModel
 from serve.messages import EngineReady, EngineStats, FinishReason
@@ -228,22 +226,9 @@ class _Maker:
         return [family.labels(**self._labels, **{label: value}) for value in values]
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(
-            self._prefix + name, text, LABELS, registry=self._registry, buckets=buckets
-        ).labels(**self._labels)
-
-
-class _WithoutCreated(Collector):
-    """A registry without the `_created` samples: time stamps that the text format shows as one
-    more gauge per counter and histogram."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
-            yield metric
+        histogram = Histogram(self._prefix + name, text, buckets, self._labels)
+        self._registry.register(histogram)
+        return histogram
 
 
 def one_two_five(limit: int) -> list[int]:

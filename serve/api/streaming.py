@@ -60,7 +60,7 @@ class EventStream(Response):
         self._outputs = outputs
         self._keep_alive_s = keep_alive_s
         self._stall_limit_s = stall_limit_s
-        self._lock = asyncio.Lock()
+        self._keeping_alive: asyncio.Task[None] | None = None  # a comment being written
         self._write_began: float | None = None
         self._num_writes = 0
 
@@ -74,6 +74,8 @@ class EventStream(Response):
             tasks.append(asyncio.create_task(self._watch(receive, send)))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if self._keeping_alive is not None:
+                tasks.append(self._keeping_alive)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -91,11 +93,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, event: bytes) -> None:
-        async with self._lock:
-            self._write_began = time.monotonic()
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            self._write_began = None
-            self._num_writes += 1
+        if self._keeping_alive is not None:
+            await asyncio.wait({self._keeping_alive})
+        self._write_began = time.monotonic()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._write_began = None
+        self._num_writes += 1
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Returns when the client is gone or has stopped reading."""
@@ -104,17 +107,25 @@ class EventStream(Response):
             while not gone.done():
                 writes_before = self._num_writes
                 await asyncio.wait({gone}, timeout=self._keep_alive_s)
-                if self._write_began is not None:
-                    if time.monotonic() - self._write_began > self._stall_limit_s:
-                        logger.info("a client stopped reading its stream; it is dropped")
-                        return
-                elif writes_before == self._num_writes and not gone.done():
-                    async with asyncio.timeout(self._stall_limit_s):
-                        await self._write(send, KEEP_ALIVE)
-        except TimeoutError:
-            logger.info("a client stopped reading its stream; it is dropped")
+                if self._write_began is None:
+                    if writes_before == self._num_writes and not gone.done():
+                        self._keep_alive(send)
+                elif time.monotonic() - self._write_began > self._stall_limit_s:
+                    logger.info("a client stopped reading its stream; it is dropped")
+                    return
         finally:
             gone.cancel()
+
+    def _keep_alive(self, send: Send) -> None:
+        """Write a comment; `_write` waits for it, so that two writes never overlap."""
+
+        async def write() -> None:
+            self._write_began = time.monotonic()
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._write_began = None
+            self._keeping_alive = None
+
+        self._keeping_alive = asyncio.create_task(write())
 
 
 async def until_gone(receive: Receive) -> None:

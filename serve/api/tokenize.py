@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from serve.api.body import read_body
 from serve.api.conversation import conversation_ids
-from serve.api.convert import checked_ids
 from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.tokenize import (
     DetokenizeRequest,
@@ -40,8 +39,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest, max_bytes)
         service.served_name(body.model)
-        ids = checked_ids(body.tokens, service.engine.model.vocab_size, "tokens")
-        text = await service.engine.tokenizer.decode(ids, bool(body.skip_special_tokens))
+        _check_ids(body.tokens, service.engine.model.vocab_size)
+        text = await service.engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
         answer = DetokenizeResponse(prompt=text)
         return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -66,3 +65,12 @@ async def tokenized(body: TokenizeRequest, service: Service) -> TokenizeResponse
     if body.return_token_strs:
         answer.token_strs = [tokenizer.token_text(token_id) for token_id in ids]
     return answer
+
+
+def _check_ids(token_ids: list[int], vocab_size: int) -> None:
+    for i, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"tokens.{i}: {token_id} is not a token id of this model (0 to {vocab_size - 1}).",
+                param=f"tokens.{i}",
+            )

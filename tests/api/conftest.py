@@ -37,7 +37,7 @@ class Server:
         self.client = ScriptedClient(tokenizer, self._script_for, **engine)
         self.metrics = Metrics(config.metrics_prefix)
         self.engine = AsyncEngine(self.client, tokenizer, self.metrics, names=(MODEL, "alias"))
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = _listening_socket()
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,3 +131,11 @@ def http(server: Server) -> Iterator[httpx.Client]:
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with server.openai() as client:
         yield client
+
+
+def _listening_socket() -> socket.socket:
+    # With the protocol named, asyncio turns Nagle's delays off on accepted connections.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen(2048)
+    return listening

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from serve.engine.tokenizer import Tokenizer, TokenizerFiles
 from serve.messages import (

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import openai
-import pytest
 
 from tests.api.conftest import ANSWER, MODEL, Server
-from tests.api.scripted import Script
-from tests.api.sse import events
 
 HI: list[Any] = [{"role": "user", "content": "Hello"}]
 
