@@ -39,16 +39,3 @@ class Histogram(Collector):
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, self._sum)
         yield family
-
-
-class _WithoutCreated(Collector):
-    """A registry without the `_created` samples: time stamps that the text format shows as one
-    more gauge per counter and histogram."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
-            yield metric

@@ -6,7 +6,7 @@ Names are vLLM's. Under another prefix than `vllm:` one of them changes: a histo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -15,7 +15,9 @@ from prometheus_client import (
     Gauge,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from serve.api.histogram import Histogram
 from serve.engine.observer import FinishedRequest
@@ -229,6 +231,19 @@ class _Maker:
         histogram = Histogram(self._prefix + name, text, buckets, self._labels)
         self._registry.register(histogram)
         return histogram
+
+
+class _WithoutCreated(Collector):
+    """A registry without the `_created` samples: time stamps that the text format shows as one
+    more gauge per counter and histogram."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
 
 
 def one_two_five(limit: int) -> list[int]:
