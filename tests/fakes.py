@@ -22,6 +22,10 @@ Content = tuple[int, int, int]
 """What a slot holds: position, token, and the hash of all tokens up to here."""
 
 
+LOST: Content = (-1, -1, -1)
+"""What a slot holds that a failed step should have written."""
+
+
 def extend_hash(previous: int, token_id: int) -> int:
     """The running hash of a token sequence (multiplicative, 61-bit)."""
     return (previous * 1_000_003 + token_id + 1) % ((1 << 61) - 1)
@@ -154,6 +158,8 @@ class FakeExecutor:
         self._admit(plan)
         for entry in plan.scheduled:
             self.rows[entry.request_id].failed = True
+        for copy in plan.swap_out:
+            self.host[copy.dst] = [LOST] * self.block_size
         raise InjectedFailure(f"injected into step {number}")
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
@@ -234,6 +240,9 @@ class FakeExecutor:
         for position in range(end):
             value = extend_hash(value, row.token_ids[position])
             found = self._get_slot(row, position)
+            if found == LOST:  # nothing is sampled: whoever still counts on it is noticed
+                row.failed = True
+                return
             wanted = (position, row.token_ids[position], value)
             assert found == wanted, f"{entry.request_id} reads {found}, not {wanted}"
         if row.wants_prompt_logprobs:
