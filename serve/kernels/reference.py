@@ -3,7 +3,7 @@
 Written for clarity first. Sums in fp32 are arranged so that one token's result does not depend on
 which requests share its step nor on how its prompt was cut into chunks: attention runs request by
 request on tiles of fixed size, and linear layers use a matrix product whose rows do not depend on
-their number. On CPUs that holds bit for bit, which lets tests compare whole runs.
+their number. On the CPUs tried that holds bit for bit, which lets tests compare whole runs.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from gguf.constants import GGMLQuantizationType
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -18,6 +19,9 @@ from serve.models import gguf_names, safetensors_files
 from serve.models.gguf_file import GGUFFile
 
 Format = Literal["safetensors", "gguf", "dummy"]
+
+_CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError)
+"""What transformers raises for a config it cannot take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def _open_gguf(file: Path, load_format: str) -> Checkpoint:
         kinds = {tensor.kind for tensor in opened.tensors}
     try:
         config = AutoConfig.for_model(config_class, **values)
-    except (ValueError, TypeError) as error:
+    except _CONFIG_ERRORS as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
     return Checkpoint(
         path=file,
@@ -143,7 +147,7 @@ def _read_config(folder: Path) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except _CONFIG_ERRORS as error:
         raise ConfigError(
             f"{file}: model type {content['model_type']!r} cannot be served: {_first_line(error)}"
         ) from error

@@ -192,7 +192,7 @@ def load_transformers_model(
     """Load a checkpoint as transformers' model. Raises ConfigError."""
     AttentionInterface.register(_ATTENTION, _paged_attention)
     if not sys.stderr.isatty():
-        hf_logging.disable_progress_bar()
+        hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # transformers notes the attention in the config it is given; ours is shared with others.
     config = copy.deepcopy(checkpoint.hf_config)
     config._attn_implementation = _ATTENTION
