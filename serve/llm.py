@@ -31,7 +31,7 @@ from serve.engine.observer import NoObserver
 from serve.engine.outputs import RequestOutput
 from serve.engine.served_model import read_generation_config
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import ConfigError, InvalidRequest
+from serve.errors import ConfigError, EngineDead, InvalidRequest
 from serve.hub import DEFAULT_MODEL, find_model
 from serve.messages import EngineReady, EngineStats, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -105,8 +105,11 @@ class LLM:
         """Complete each prompt (text, or token ids); the outputs come in the prompts' order.
 
         `sampling` is one for all, or one for each. `progress` shows a bar on the terminal.
-        Raises RequestError, before anything runs, when one of them can never be answered.
+        Raises RequestError, before anything runs, when one of them can never be answered, and
+        EngineDead after `close` or when the engine has died.
         """
+        if self._loop.is_closed():
+            raise EngineDead("this LLM was closed; make a new one.")
         listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else [*prompts]
         each = _one_for_each(sampling or SamplingParams(), len(listed))
         return self._run(self._generate(listed, each, progress))

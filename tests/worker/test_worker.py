@@ -1,0 +1,139 @@
+"""The worker from a checkpoint on disk to its first tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from serve.config import (
+    CacheConfig,
+    Count,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from serve.errors import ConfigError
+from serve.sampling_params import SamplingParams
+from serve.scheduler.output import RowData
+from serve.worker.device import CpuDevice
+from serve.worker.local_executor import LocalExecutor
+from serve.worker.worker import largest_plan
+from tests.e2e.tiny_model import save_tiny_model
+from tests.worker.harness import plan, share
+
+MAX_MODEL_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"), max_model_len=MAX_MODEL_LEN)
+
+
+def config(
+    *,
+    cache: CacheConfig = CacheConfig(),
+    scheduler: SchedulerConfig = SchedulerConfig(),
+    dtype: str = "auto",
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(dtype=dtype),  # type: ignore[arg-type]
+        cache=cache,
+        scheduler=scheduler,
+        device=DeviceConfig(device="cpu", attention_backend="reference"),
+    )
+
+
+def test_sch_26_a_cpu_only_start_sizes_its_pool_and_answers(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = LocalExecutor(config(scheduler=SchedulerConfig(max_num_seqs=3)), model)
+    with caplog.at_level(logging.INFO):
+        info = executor.start()
+    assert info.num_blocks == 3 * MAX_MODEL_LEN // 16  # memory is plenty for so small a model
+    assert info.num_host_blocks == 0
+    assert info.max_model_len == MAX_MODEL_LEN
+    assert info.max_num_batched_tokens == 2048
+    assert (info.device, info.dtype, info.attention_backend) == ("cpu", "float32", "reference")
+
+    prompt = [5, 6, 7]
+    greedy = SamplingParams(temperature=0.0)
+    step = plan([share("a", 0, prompt)], admitted=[RowData("a", greedy, prompt, 3, [1])])
+    (token,) = executor.execute(step).wait().token_ids["a"]
+    assert 0 <= token < info.vocab_size
+    executor.close()
+
+    log = caplog.text
+    assert f"model {model.name}, in float32 on cpu (" in log
+    assert "attention: reference kernels, because --attention-backend asks for them" in log
+    assert "KV pool: 96 blocks of 16 tokens = 1536 tokens" in log
+    assert "3.0 requests of the greatest length (512 tokens) fit at once" in log
+
+
+def test_a_mode_that_swaps_gets_a_host_tier(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = config(
+        cache=CacheConfig(num_gpu_blocks_override=10, swap_space=0.001),
+        scheduler=SchedulerConfig(preemption_mode="swap"),
+    )
+    with caplog.at_level(logging.INFO):
+        info = LocalExecutor(settings, model).start()
+    assert info.num_blocks == 10
+    assert info.max_model_len == 160
+    # 2 layers of keys and values, 2 heads of 16 float32 numbers, 16 tokens.
+    assert info.num_host_blocks == int(0.001 * 2**30) // (2 * 2 * 2 * 16 * 4 * 16) - 1
+    assert f"swap space: {info.num_host_blocks} blocks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (config(dtype="float16"), "--dtype float16"),
+        (config(cache=CacheConfig(kv_cache_memory_bytes=Count(100))), "--kv-cache-memory-bytes"),
+        (
+            config(cache=CacheConfig(num_gpu_blocks_override=2**40)),
+            "--num-gpu-blocks-override",
+        ),
+    ],
+)
+def test_what_cannot_work_ends_the_start_with_the_flags_name(
+    model: Path, settings: EngineConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LocalExecutor(settings, model).start()
+
+
+def test_the_largest_step_fills_the_budget_with_as_many_requests_as_may_run() -> None:
+    step = largest_plan(2048, max_num_seqs=256, max_model_len=1000, block_size=16)
+    lengths = [entry.num_tokens for entry in step.scheduled]
+    assert sum(lengths) == step.num_scheduled_tokens == 2048
+    assert len(lengths) == 256
+    assert lengths[:2] == [1000, 794]
+    assert all(entry.samples for entry in step.scheduled)
+    assert all(set(row.block_ids) == {0} for row in step.admitted)
+
+
+@pytest.mark.parametrize(("budget", "total"), [(4, 4), (10**6, 8 * 100)])
+def test_the_largest_step_never_exceeds_requests_or_budget(budget: int, total: int) -> None:
+    step = largest_plan(budget, max_num_seqs=8, max_model_len=100, block_size=16)
+    assert step.num_scheduled_tokens == sum(e.num_tokens for e in step.scheduled) == total
+    assert max(e.num_tokens for e in step.scheduled) <= 100
+
+
+def test_the_largest_step_runs_with_a_null_block_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA start measures: the trial step must not need a pool."""
+    ran = []
+
+    def measure(self: CpuDevice, share: float, run_largest_step) -> int:  # type: ignore[no-untyped-def]
+        run_largest_step()
+        ran.append(share)
+        return 100_000
+
+    monkeypatch.setattr(CpuDevice, "cache_bytes", measure)
+    settings = config(scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=Count(64)))
+    info = LocalExecutor(settings, model).start()
+    assert ran == [0.9]
+    assert info.num_blocks == 100_000 // (2 * 2 * 2 * 16 * 4 * 16) - 1
