@@ -147,9 +147,10 @@ def error_response(error: Exception) -> Response:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """The first of pydantic's complaints in one sentence; how many more there are in another."""
+    """The most specific of pydantic's complaints in one sentence, and how many more there are."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    first = details[0]
+    # Of the members of a union, the one that got furthest is the one that was meant.
+    first = max(details, key=lambda detail: field_path(detail["loc"]).count("."))
     path = field_path(first["loc"])
     if first["type"] == "missing":
         return MissingField(f"{path} is required.", param=path)

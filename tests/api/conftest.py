@@ -70,9 +70,17 @@ class Server:
         self._loop.call_soon_threadsafe(run)
         return done.result(30)
 
-    def openai(self, **settings: Any) -> openai.OpenAI:
-        settings = {"api_key": "none", "max_retries": 0, **settings}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **settings)
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=api_key,
+            max_retries=0,
+            http_client=httpx.Client(verify=False, timeout=30),
+        )
+
+    def http(self, **settings: Any) -> httpx.Client:
+        """Without certificates, which take a quarter of a second to load."""
+        return httpx.Client(base_url=self.url, verify=False, timeout=30, **settings)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode_now(text)
@@ -121,16 +129,26 @@ def server(shared_server: Server) -> Server:
     return shared_server
 
 
-@pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+@pytest.fixture(scope="module")
+def shared_http(shared_server: Server) -> Iterator[httpx.Client]:
+    with shared_server.http() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def shared_client(shared_server: Server) -> Iterator[openai.OpenAI]:
+    with shared_server.openai() as client:
         yield client
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.openai() as client:
-        yield client
+def http(server: Server, shared_http: httpx.Client) -> httpx.Client:
+    return shared_http
+
+
+@pytest.fixture
+def client(server: Server, shared_client: openai.OpenAI) -> openai.OpenAI:
+    return shared_client
 
 
 def _listening_socket() -> socket.socket:

@@ -217,7 +217,7 @@ class ScriptedClient:
 
 def fake_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     """-0.5 for the token, then -1.5, -2.5 …; an impossible one last."""
-    top_ids = [token_id + i for i in range(num_top)]
+    top_ids = [abs(token_id - i) for i in range(num_top)]
     top_values = [-0.5 - i for i in range(num_top)]
     if num_top > 1:
         top_values[-1] = float("-inf")
