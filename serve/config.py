@@ -94,6 +94,8 @@ class CacheConfig:
     """Exact number of usable KV blocks."""
     swap_space: float = 4.0
     """Host memory for swapped-out requests, in GiB; used when the preemption mode can swap."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of past prompts while blocks are free, and reuse it for equal beginnings."""
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, "block-size", self.block_size, "at least 1")

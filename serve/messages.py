@@ -35,6 +35,7 @@ class AddRequest:
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0
+    cache_salt: str | None = None  # prefixes are shared only among requests with the same salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class Shutdown:
     """End the engine. With `drain`, running and waiting requests finish first."""
 
     drain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget all cached prefixes. Nothing answers; running requests are not disturbed."""
 
 
 # ---------------------------------------------------------------------------- engine → front
@@ -121,6 +127,8 @@ class EngineStats:
     total_preemptions_swap: int = 0
     total_prompt_tokens: int = 0  # each prompt token once, however often it was computed
     total_generation_tokens: int = 0
+    total_prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
+    total_prefix_cache_hits: int = 0  # tokens found there
     step_tokens: list[int] = field(default_factory=list)  # size of each step since the last message
 
 
@@ -141,5 +149,5 @@ class EngineDied:
     is_config_error: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
+ToEngine = AddRequest | AbortRequests | Shutdown | ResetPrefixCache
 FromEngine = EngineReady | StepOutputs | EngineDied

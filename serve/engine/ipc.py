@@ -25,6 +25,7 @@ from serve.messages import (
     EngineDied,
     EngineReady,
     FromEngine,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -44,7 +45,16 @@ class Launch:
 
 
 Message = Launch | ToEngine | FromEngine
-TYPES = (Launch, AddRequest, AbortRequests, Shutdown, EngineReady, StepOutputs, EngineDied)
+TYPES = (
+    Launch,
+    AddRequest,
+    AbortRequests,
+    ResetPrefixCache,
+    Shutdown,
+    EngineReady,
+    StepOutputs,
+    EngineDied,
+)
 
 
 class Codec:
