@@ -45,6 +45,7 @@ class Workload:
     num_host_blocks: int
     depth: int
     arrivals: list[Arrival] = field(default_factory=list)
+    enable_prefix_caching: bool = False
 
 
 def add_request(
@@ -105,6 +106,7 @@ def random_workload(rng: Random) -> Workload:
         num_host_blocks=rng.randint(0, 2 * num_blocks),
         depth=rng.randint(1, 3),
         arrivals=[_random_arrival(rng, f"r{i}", longest) for i in range(rng.randint(1, 8))],
+        enable_prefix_caching=rng.random() < 0.7,
     )
 
 
@@ -161,7 +163,12 @@ def build(
     core_type: type[EngineCore] = EngineCore,
 ) -> Run:
     """The real core over the fake device."""
-    kv = kv_type(workload.num_blocks, workload.block_size, workload.num_host_blocks)
+    kv = kv_type(
+        workload.num_blocks,
+        workload.block_size,
+        workload.num_host_blocks,
+        enable_prefix_caching=workload.enable_prefix_caching,
+    )
     scheduler = scheduler_type(kv, workload.limits, FakeClock())
     executor = executor_type(
         num_blocks=workload.num_blocks,

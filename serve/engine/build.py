@@ -42,7 +42,12 @@ def core_over(
     except ValueError as error:
         executor.close()
         raise ConfigError(f"{error}; raise --max-num-batched-tokens.") from error
-    kv = KVCacheManager(worker.num_blocks, config.cache.block_size, worker.num_host_blocks)
+    kv = KVCacheManager(
+        worker.num_blocks,
+        config.cache.block_size,
+        worker.num_host_blocks,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
     ready = EngineReady(
         max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks,

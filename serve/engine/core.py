@@ -14,6 +14,7 @@ from serve.messages import (
     EngineStats,
     FinishReason,
     FromEngine,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -105,6 +106,8 @@ class EngineCore:
                 self._add(message)
             case AbortRequests(request_ids):
                 self.scheduler.abort(request_ids)
+            case ResetPrefixCache():
+                self.scheduler.forget_prefixes()
             case Shutdown(drain):
                 self._stopping = True
                 self._stopped = not drain

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
 class BlockPool:
     """Ids `first_id … first_id + num_blocks - 1`, each free or held by one or more tables.
 
-    Free blocks are kept in the order they became free, and the longest free is handed out first, so
-    that what a block holds stays readable for as long as possible. A pool whose `first_id` is 1
-    never hands out the null block.
+    Free blocks whose content is of no use are handed out first; the others after them, the longest
+    free first, so that what they hold stays readable for as long as possible. A pool whose
+    `first_id` is 1 never hands out the null block.
     """
 
     def __init__(self, num_blocks: int, *, first_id: int = 1) -> None:
@@ -47,18 +47,27 @@ class BlockPool:
                 del self._free[block_id]
             self._ref_counts[index] += 1
 
-    def drop(self, block_ids: Sequence[int]) -> None:
-        """Let go of one hold on each block; those nobody holds now become free, in this order."""
+    def drop(self, block_ids: Sequence[int], keep: Container[int] = ()) -> None:
+        """Let go of one hold on each block; those nobody holds now become free, in this order.
+
+        The content of blocks in `keep` may be of use to somebody later.
+        """
         for block_id in block_ids:
             index = block_id - self._first_id
             assert self._ref_counts[index] > 0, f"block {block_id} was dropped but nobody holds it"
             self._ref_counts[index] -= 1
             if self._ref_counts[index] == 0:
                 self._free[block_id] = None
+                if block_id not in keep:
+                    self._free.move_to_end(block_id, last=False)
 
     def ref_count(self, block_id: int) -> int:
         """How many tables hold a block."""
         return self._ref_counts[block_id - self._first_id]
+
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks nobody holds."""
+        return sum(1 for block_id in block_ids if block_id in self._free)
 
     def check_invariants(self) -> None:
         """A block is free exactly when nobody holds it."""

@@ -11,12 +11,13 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockTable:
     """Position p lies in block `block_ids[p // block_size]`. Changed only by KVCacheManager."""
 
-    __slots__ = ("block_ids", "block_size", "num_slots")
+    __slots__ = ("block_ids", "block_size", "num_indexed", "num_slots")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_ids: list[int] = []
         self.num_slots = 0  # positions covered
+        self.num_indexed = 0  # blocks offered to the prefix index so far
 
     def extend(self, block_ids: list[int]) -> None:
         """Cover more positions, with these blocks."""

@@ -8,10 +8,12 @@ the copy out of it is still only planned.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.block_pool import BlockPool
 from serve.kv_cache.block_table import BlockTable, num_blocks_for
+from serve.kv_cache.prefix_index import BlockHashes, PrefixIndex
 
 
 class KVCacheManager:
@@ -21,10 +23,19 @@ class KVCacheManager:
     `num_host_blocks` host blocks have ids 0 … num_host_blocks - 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        *,
+        enable_prefix_caching: bool = False,
+    ) -> None:
         self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
         self._device = BlockPool(num_blocks, first_id=1)
         self._host = BlockPool(num_host_blocks, first_id=0)
+        self._index = PrefixIndex()
         self._tables: dict[str, BlockTable] = {}
         self._host_blocks: dict[str, list[int]] = {}
 
@@ -65,22 +76,29 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ room on the device
 
-    def grow(self, request_id: str, num_tokens: int, *, keep_free: int = 0) -> list[int] | None:
+    def grow(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        matched: Sequence[int] = (),
+        keep_free: int = 0,
+    ) -> list[int] | None:
         """Make the table cover `num_tokens`; a request without one gets one.
 
-        Returns the added block ids. None, and nothing changed, when that would leave fewer than
+        `matched` are the first blocks of a new table, as `match_prefix` found them. Returns the
+        added block ids, without those. None, and nothing changed, when that would leave fewer than
         `keep_free` blocks free.
         """
         table = self._tables.get(request_id)
         if table is None:
-            table = BlockTable(self.block_size)
-        elif num_tokens <= table.num_slots:
+            return self._start_table(request_id, num_tokens, matched, keep_free)
+        if num_tokens <= table.num_slots:
             return []
+        assert not matched, f"{request_id} already has blocks"
         added = self._take(table.num_missing(num_tokens), keep_free)
-        if added is None:
-            return None
-        table.extend(added)
-        self._tables[request_id] = table
+        if added is not None:
+            table.extend(added)
         return added
 
     def free(self, request_id: str) -> None:
@@ -89,6 +107,29 @@ class KVCacheManager:
         if table is not None:
             self._drop(table)
         self._host.drop(self._host_blocks.pop(request_id, ()))
+
+    # ------------------------------------------------------------------ shared prefixes
+
+    def match_prefix(self, hashes: BlockHashes, max_tokens: int) -> list[int]:
+        """Blocks that already hold the beginning of a token sequence, at most `max_tokens` of it.
+
+        Changes nothing; the blocks may be lost to others before they are given to `grow`.
+        """
+        if not self.enable_prefix_caching or not len(self._index):
+            return []
+        return self._index.match(hashes.values[: max_tokens // self.block_size])
+
+    def commit(self, request_id: str, hashes: BlockHashes, num_tokens: int) -> None:
+        """Let others find a request's full blocks among its first `num_tokens`, now computed."""
+        table = self._tables[request_id]
+        full = num_tokens // self.block_size
+        for position in range(table.num_indexed, full):
+            self._index.put(hashes.values[position], table.block_ids[position])
+        table.num_indexed = max(table.num_indexed, full)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix index. Live requests keep their blocks, shared ones too."""
+        self._index.clear()
 
     # ------------------------------------------------------------------ host tier
 
@@ -133,14 +174,33 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ inside
 
+    def _start_table(
+        self, request_id: str, num_tokens: int, matched: Sequence[int], keep_free: int
+    ) -> list[int] | None:
+        table = BlockTable(self.block_size)
+        missing = self.num_blocks_for(num_tokens) - len(matched)
+        # A matched block that nobody holds is free now, and will not be.
+        if missing + keep_free + self._device.num_free_among(matched) > self._device.num_free:
+            return None
+        self._device.share(matched)
+        added = self._take(missing, 0)
+        assert added is not None
+        table.extend([*matched, *added])
+        table.num_indexed = len(matched)
+        self._tables[request_id] = table
+        return added
+
     def _take(self, count: int, keep_free: int) -> list[int] | None:
         if count + keep_free > self._device.num_free:
             return None
-        return self._device.take(count)
+        block_ids = self._device.take(count)
+        if block_ids:
+            self._index.forget(block_ids)
+        return block_ids
 
     def _drop(self, table: BlockTable) -> None:
         # Last blocks first: a prompt's beginning is what others are most likely to share.
-        self._device.drop(table.block_ids[::-1])
+        self._device.drop(table.block_ids[::-1], keep=self._index)
 
     def check_holders(self, *, device: set[str], host: set[str]) -> None:
         """Exactly these requests have blocks in each tier."""
@@ -151,6 +211,7 @@ class KVCacheManager:
         """Every hold of a pool is one table entry, and nobody is in both tiers."""
         self._device.check_invariants()
         self._host.check_invariants()
+        self._index.check_invariants()
         held = Counter(i for table in self._tables.values() for i in table.block_ids)
         assert 0 not in held, "the null block is in a table"
         for block_id in range(1, self.num_blocks + 1):
@@ -162,6 +223,7 @@ class KVCacheManager:
             assert len(set(table.block_ids)) == len(table.block_ids), (
                 f"{request_id} repeats a block"
             )
+            assert table.num_indexed <= len(table.block_ids), request_id
             assert table.num_slots == len(table.block_ids) * self.block_size, request_id
         held_on_host = [i for ids in self._host_blocks.values() for i in ids]
         assert len(set(held_on_host)) == len(held_on_host), "a host block has two owners"

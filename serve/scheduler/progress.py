@@ -24,7 +24,9 @@ def apply_result(
     elif entry.start + entry.num_tokens == request.max_num_tokens:
         reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
     if not (reason or result.logprobs or result.prompt_logprobs):
-        return TokenDelta(entry.request_id, token_ids) if token_ids else None
+        if not token_ids:
+            return None
+        return TokenDelta(entry.request_id, token_ids, num_cached_tokens=request.num_cached_tokens)
     prompt_logprobs = _new_prompt_logprobs(entry, request, result)
     if not (token_ids or reason or prompt_logprobs):
         return None
@@ -36,6 +38,7 @@ def apply_result(
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
         times=None if reason is None else request.times(now),
+        num_cached_tokens=request.num_cached_tokens,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from serve.kv_cache.prefix_index import BlockHashes
 from serve.messages import AddRequest, FinishReason, RequestTimes
 from serve.sampling_params import SamplingParams
 from serve.scheduler.limits import kv_tokens_at_most
@@ -36,9 +37,12 @@ class Request:
     num_tokens: int
     max_num_tokens: int  # prompt + max_tokens
     max_kv_tokens: int  # tokens that ever need KV
+    block_hashes: BlockHashes
     num_computed_tokens: int = 0
     num_steps_in_flight: int = 0  # launched, not retired
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it first ran
+    next_commit: int = 0  # computed tokens at which another block is full
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     # what has been reported, so that a prompt computed twice is told once
@@ -59,6 +63,20 @@ class Request:
         known, needed = self.num_tokens, self.max_kv_tokens
         return (known if known < needed else needed) - self.num_computed_tokens
 
+    @property
+    def num_matchable_tokens(self) -> int:
+        """Tokens whose KV may come from the prefix cache.
+
+        Never the last one, since something must run to sample from; and with prompt logprobs, none
+        whose successor has not been scored.
+        """
+        if (
+            self.sampling.prompt_logprobs is not None
+            and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
+        ):
+            return self.num_prompt_logprobs_sent
+        return self.num_tokens - 1
+
     def times(self, finished_time: float) -> RequestTimes:
         """Its history, as the front is told at the end."""
         return RequestTimes(
@@ -70,7 +88,7 @@ class Request:
         )
 
 
-def make_request(message: AddRequest, order: tuple[int, int]) -> Request:
+def make_request(message: AddRequest, order: tuple[int, int], block_size: int) -> Request:
     """A waiting request. `message` has been checked to fit."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     assert sampling.max_tokens is not None
@@ -84,5 +102,7 @@ def make_request(message: AddRequest, order: tuple[int, int]) -> Request:
         num_tokens=len(prompt),
         max_num_tokens=len(prompt) + sampling.max_tokens,
         max_kv_tokens=kv_tokens_at_most(len(prompt), sampling.max_tokens),
+        block_hashes=BlockHashes(block_size, cache_salt=message.cache_salt or ""),
+        next_commit=block_size,
         stop_token_ids=frozenset(sampling.stop_token_ids),
     )

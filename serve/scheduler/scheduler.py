@@ -73,7 +73,7 @@ class Scheduler:
         """Queue a request. Raises RequestError for one that could never run."""
         check_fits(message, self.limits, self.kv.num_blocks * self.kv.block_size)
         assert message.request_id not in self.requests, f"{message.request_id} is already here"
-        request = make_request(message, order=(0, self._num_arrived))
+        request = make_request(message, (0, self._num_arrived), self.kv.block_size)
         self._num_arrived += 1
         self.requests[request.request_id] = request
         self.waiting.push(request)
@@ -85,6 +85,10 @@ class Scheduler:
             if request is not None:
                 self._end(request, FinishReason.ABORT)
         self._drop_ended_from_running()
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; what runs goes on with the blocks it has."""
+        self.kv.forget_prefixes()
 
     def has_work(self) -> bool:
         """Whether `schedule` may have something to say."""
@@ -134,21 +138,40 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: PlanBuilder, now: float) -> None:
         while plan.tokens_left and (request := self._next_of(self.waiting)):
-            if (
-                not self.limits.enable_chunked_prefill
-                and request.num_uncomputed_tokens > plan.tokens_left
-            ):
+            matched = self._match_prefix(request)
+            num_matched_tokens = len(matched) * self.kv.block_size
+            num_lacking = request.num_uncomputed_tokens - num_matched_tokens
+            if not self.limits.enable_chunked_prefill and num_lacking > plan.tokens_left:
                 return
             # Blocks for all known tokens, however few run now: a prompt that was begun must not
             # find the pool full half way.
             room = self.kv.grow(
-                request.request_id, request.num_tokens, keep_free=self._headroom(request)
+                request.request_id,
+                request.num_tokens,
+                matched=matched,
+                keep_free=self._headroom(request),
             )
             if room is None:
                 return
             self.waiting.remove(request)
+            self._start_at(request, num_matched_tokens)
             plan.has_prompt = True
             self._admit(request, plan, now)
+
+    def _match_prefix(self, request: Request) -> list[int]:
+        if not self.kv.enable_prefix_caching:
+            return []
+        request.block_hashes.extend(request.token_ids)
+        return self.kv.match_prefix(request.block_hashes, request.num_matchable_tokens)
+
+    def _start_at(self, request: Request, num_matched_tokens: int) -> None:
+        """Take the tokens found in the prefix cache for computed."""
+        request.num_computed_tokens = num_matched_tokens
+        request.next_commit = num_matched_tokens + self.kv.block_size
+        if request.first_scheduled_time is None and self.kv.enable_prefix_caching:
+            request.num_cached_tokens = num_matched_tokens
+            self._totals.prefix_cache_queries += request.num_tokens
+            self._totals.prefix_cache_hits += num_matched_tokens
 
     def _next_of(self, queue: RequestQueue) -> Request | None:
         """The head of a queue if it may take a row now; nobody overtakes the head."""
@@ -267,6 +290,8 @@ class Scheduler:
                 continue
             if request.num_prompt_tokens_counted < request.num_prompt_tokens:
                 self._totals.prompt_tokens += count_prompt_tokens(entry, request)
+            if entry.start + entry.num_tokens >= request.next_commit:
+                self._commit(entry, request)
             delta = apply_result(entry, request, result, now)
             if delta is not None:
                 deltas.append(delta)
@@ -277,6 +302,14 @@ class Scheduler:
         if any_ended:
             self._drop_ended_from_running()
         return deltas
+
+    def _commit(self, entry: ScheduledRequest, request: Request) -> None:
+        """Blocks that this step has filled may be found by others from now on."""
+        computed = entry.start + entry.num_tokens
+        request.next_commit = (computed // self.kv.block_size + 1) * self.kv.block_size
+        if self.kv.enable_prefix_caching and request.status is RUNNING:
+            request.block_hashes.extend(request.token_ids)
+            self.kv.commit(request.request_id, request.block_hashes, computed)
 
     def fail(self, plan: SchedulerOutput, reason: str) -> list[TokenDelta]:
         """End the requests of a step that raised; nothing it should have written is used again."""
@@ -355,6 +388,8 @@ class Scheduler:
             total_preemptions_swap=self._totals.preemptions[PreemptionMode.SWAP],
             total_prompt_tokens=self._totals.prompt_tokens,
             total_generation_tokens=self._totals.generation_tokens,
+            total_prefix_cache_queries=self._totals.prefix_cache_queries,
+            total_prefix_cache_hits=self._totals.prefix_cache_hits,
             step_tokens=self._totals.take_step_tokens(),
         )
 

@@ -13,6 +13,8 @@ class Totals:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up, when a request first runs
+    prefix_cache_hits: int = 0  # tokens found
     preemptions: dict[PreemptionMode, int] = field(
         default_factory=lambda: dict.fromkeys(PreemptionMode, 0)
     )

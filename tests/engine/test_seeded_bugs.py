@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -35,8 +36,8 @@ def seeded(bug: type[Any]) -> type[Any]:
 
 @seeded
 class HandsOutTheNullBlock(KVCacheManager):
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
-        super().__init__(num_blocks, block_size, num_host_blocks)
+    def __init__(self, num_blocks: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(num_blocks, *args, **kwargs)
         self._device = BlockPool(num_blocks, first_id=0)
 
 
@@ -50,8 +51,8 @@ class LeaksHostBlocks(KVCacheManager):
 
 @seeded
 class CoversOneTokenTooFew(KVCacheManager):
-    def grow(self, request_id: str, num_tokens: int, *, keep_free: int = 0) -> list[int] | None:
-        return super().grow(request_id, max(1, num_tokens - 1), keep_free=keep_free)
+    def grow(self, request_id: str, num_tokens: int, **kwargs: Any) -> list[int] | None:
+        return super().grow(request_id, max(1, num_tokens - 1), **kwargs)
 
 
 @seeded
@@ -74,6 +75,23 @@ class ForgetsTheLastBlockOfASwap(KVCacheManager):
 class GivesAwayTheLiveTable(KVCacheManager):
     def block_ids(self, request_id: str) -> list[int]:
         return self._tables[request_id].block_ids
+
+
+@seeded
+class LeavesEvictedBlocksInThePrefixIndex(KVCacheManager):
+    def _take(self, count: int, keep_free: int) -> list[int] | None:
+        return None if count + keep_free > self._device.num_free else self._device.take(count)
+
+
+@seeded
+class DoesNotHoldMatchedBlocks(KVCacheManager):
+    def _start_table(
+        self, request_id: str, num_tokens: int, matched: Sequence[int], keep_free: int
+    ) -> list[int] | None:
+        added = super()._start_table(request_id, num_tokens, matched, keep_free)
+        if added is not None:
+            self._device.drop(matched, keep=self._index)
+        return added
 
 
 @seeded
@@ -121,6 +139,28 @@ class BelievesARecomputedRequestIsComputed(Scheduler):
         computed = request.num_computed_tokens
         super()._requeue_for_recompute(request)
         request.num_computed_tokens = computed
+
+
+@seeded
+class IndexesBlocksBeforeTheyAreComputed(Scheduler):
+    def _admit(self, request: Request, plan: PlanBuilder, now: float) -> None:
+        super()._admit(request, plan, now)
+        request.block_hashes.extend(request.token_ids)
+        self.kv.commit(request.request_id, request.block_hashes, request.num_tokens - 1)
+
+
+@seeded
+class MatchesTheLastTokenToo(Scheduler):
+    def _match_prefix(self, request: Request) -> list[int]:
+        super()._match_prefix(request)
+        return self.kv.match_prefix(request.block_hashes, request.num_tokens)
+
+
+@seeded
+class MatchesUnscoredPrompts(Scheduler):
+    def _match_prefix(self, request: Request) -> list[int]:
+        super()._match_prefix(request)
+        return self.kv.match_prefix(request.block_hashes, request.num_tokens - 1)
 
 
 @seeded

@@ -45,13 +45,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds.append(block_id)
 
     @precondition(lambda self: self.holds)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.booleans())
+    def drop(self, data: st.DataObject, keep: bool) -> None:
         block_id = data.draw(st.sampled_from(self.holds))
         self.holds.remove(block_id)
-        self.pool.drop([block_id])
+        self.pool.drop([block_id], keep=[block_id] if keep else [])
         if block_id not in self.holds:
-            self.free.append(block_id)
+            self.free.insert(len(self.free) if keep else 0, block_id)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -66,12 +66,19 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_the_longest_free_block_is_handed_out_first() -> None:
+def test_of_blocks_worth_keeping_the_longest_free_is_handed_out_first() -> None:
     pool = BlockPool(3)
     assert pool.take(3) == [1, 2, 3]
-    pool.drop([2])
-    pool.drop([1, 3])
+    pool.drop([2], keep={1, 2, 3})
+    pool.drop([1, 3], keep={1, 2, 3})
     assert pool.take(2) == [2, 1]
+
+
+def test_blocks_not_worth_keeping_are_handed_out_before_those_that_are() -> None:
+    pool = BlockPool(3)
+    pool.take(3)
+    pool.drop([1, 2, 3], keep={1, 2})
+    assert pool.take(3) == [3, 1, 2]
 
 
 def test_a_pool_that_starts_at_one_never_hands_out_the_null_block() -> None:

@@ -11,7 +11,7 @@ from tests.strategies import add_request
 
 
 def victim(num_computed: int = 10, num_preemptions: int = 0) -> Request:
-    made = make_request(add_request("a", 12, 5), (0, 0))
+    made = make_request(add_request("a", 12, 5), (0, 0), 4)
     made.num_computed_tokens = num_computed
     made.num_preemptions = num_preemptions
     return made

@@ -11,7 +11,7 @@ from tests.strategies import add_request
 
 
 def request(number: int, *, priority: int = 0, preempted: bool = False) -> Request:
-    made = make_request(add_request(f"r{number}", 2, 2, arrival_time=number), (priority, number))
+    made = make_request(add_request(f"r{number}", 2, 2, arrival_time=number), (priority, number), 4)
     made.num_preemptions = int(preempted)
     return made
 

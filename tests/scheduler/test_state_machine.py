@@ -34,13 +34,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["recompute", "swap"]),
         block_size=st.sampled_from([1, 4]),
         budget=st.integers(1, 24),
+        caching=st.booleans(),
     )
-    def start(self, mode: str, block_size: int, budget: int) -> None:
+    def start(self, mode: str, block_size: int, budget: int, caching: bool) -> None:
         num_blocks, host = 28 // block_size, 12
         self.scheduler = make_scheduler(
             num_blocks=num_blocks, block_size=block_size, num_host_blocks=host, max_num_seqs=4,
             max_num_batched_tokens=budget, max_model_len=24, preemption_mode=mode,
         )  # fmt: skip
+        self.scheduler.kv.enable_prefix_caching = caching
         self.executor = FakeExecutor(num_blocks, block_size, host, 4, budget)
         self.executor.fail_on = lambda number, plan: number in self.to_fail
         self.to_fail: set[int] = set()
@@ -60,6 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.scheduler.abort([data.draw(st.sampled_from(sorted(self.scheduler.requests)))])
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.scheduler.forget_prefixes()
 
     @precondition(lambda self: len(self.launched) < MAX_DEPTH and self.scheduler.has_work())
     @rule(fails=st.integers(0, 15).map(lambda n: n == 0))
@@ -114,4 +120,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
