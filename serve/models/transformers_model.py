@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
 from serve.errors import ConfigError
@@ -218,18 +220,22 @@ def load_transformers_model(
 
 def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, seed: int) -> Any:
     auto: Any = AutoModelForCausalLM  # its type hints leave out what is used here
-    options = {"dtype": dtype, "attn_implementation": _ATTENTION}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _ATTENTION}
     if checkpoint.format == "dummy":
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return auto.from_config(config, **options)
+    folder: Path | None = checkpoint.path
     if checkpoint.format == "gguf":
-        source: dict[str, Any] = {"state_dict": dict(checkpoint.tensors())}
-        path = None
-    else:
-        source, path = {"local_files_only": True, "trust_remote_code": False}, checkpoint.path
+        auto = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the auto class insists on a folder
+        folder, options["state_dict"] = None, dict(checkpoint.tensors())
     hf_model, report = auto.from_pretrained(
-        path, config=config, output_loading_info=True, **source, **options
+        folder,
+        config=config,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, report[problem])):
