@@ -2,6 +2,7 @@
 
 import sys
 
-from serve.engine.engine_process import main
+from serve.engine.build import build_engine_core
+from serve.engine.engine_process import run_engine_process
 
-sys.exit(main())
+run_engine_process(sys.argv[1:], build_engine_core)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from serve import logs
 from serve.config import EngineConfig
@@ -22,11 +22,17 @@ logger = logging.getLogger(__name__)
 CoreBuilder = Callable[[EngineConfig, Path, Inbox, Outbox], tuple[EngineCore, EngineReady]]
 
 
-def run_engine_process(arguments: Sequence[str], build: CoreBuilder) -> int:
+def run_engine_process(arguments: Sequence[str], build: CoreBuilder) -> NoReturn:
     """Be the engine at the other end of `arguments` = (socket address, lifeline fd).
 
-    Returns the exit code: 0 after Shutdown, 1 after anything else, which the front is told.
+    Exit code 0 after Shutdown, 1 after anything else, which the front is told.
     """
+    exit_code = _run(arguments, build)
+    logging.shutdown()
+    os._exit(exit_code)  # taking torch's modules apart one by one would cost seconds, for nothing
+
+
+def _run(arguments: Sequence[str], build: CoreBuilder) -> int:
     address, lifeline = arguments
     _leave_signals_to_the_front()
     _end_with_the_front(int(lifeline))
@@ -72,10 +78,3 @@ def _end_with_the_front(lifeline: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
-
-
-def main() -> int:
-    """The real engine; late imports, so that signals and lifeline are in place at once."""
-    from serve.engine.build import build_engine_core
-
-    return run_engine_process(sys.argv[1:], build_engine_core)

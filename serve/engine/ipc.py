@@ -104,10 +104,15 @@ class FrontSocket:
         assert isinstance(message, FromEngine), message
         return message
 
-    def close(self) -> None:
-        """Drop what was not sent, and remove the folder."""
-        self._context.destroy(linger=0)
+    def forget_address(self) -> None:
+        """Remove the folder once the engine has connected: the connection needs no name, and
+        nothing is left behind if we are killed."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Drop what was not sent."""
+        self._context.destroy(linger=0)
+        self.forget_address()
 
 
 class EngineSocket:

@@ -76,6 +76,7 @@ class ProcessClient:
         match await self.receive():
             case EngineReady() as ready:
                 self._is_ready = True
+                self._socket.forget_address()
                 return ready
             case EngineDied(reason, is_config_error=True):
                 raise ConfigError(reason)

@@ -47,4 +47,4 @@ def build(
 
 
 if __name__ == "__main__":
-    sys.exit(run_engine_process(sys.argv[1:], build))
+    run_engine_process(sys.argv[1:], build)
