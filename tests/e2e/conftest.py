@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from serve.errors import ConfigError
 from serve.hub import find_model
 from tests.e2e.server_process import ServerProcess, serve
 from tests.e2e.tiny_model import save_tiny_model
+
+SOFT_FILE_LIMIT = 100  # of the shared server when it starts; fewer than its tests open
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +32,23 @@ def default_model() -> Path:
         pytest.skip(f"the default model is out of reach: {error}")
 
 
+@contextmanager
+def soft_file_limit(soft: int) -> Iterator[None]:
+    """Lower this process's own limit for a while; children that it starts inherit it."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+
+
 @pytest.fixture(scope="session")
 def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server of the tiny model that tests share: none may stop it or leave requests behind."""
-    with serve(tiny_model, "--served-model-name", "tiny") as server:
+    with soft_file_limit(SOFT_FILE_LIMIT):
+        server = serve(tiny_model, "--served-model-name", "tiny")
+    with server:
         yield server.wait_ready()
         assert server.stop() == 0, server.log
 

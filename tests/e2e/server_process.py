@@ -58,6 +58,7 @@ class ServerProcess:
                 process.kill()
         self.process.wait()
         self._reader.join()
+        self.process.stderr.close()
 
     def wait_ready(self) -> ServerProcess:
         """Wait until it serves."""

@@ -11,12 +11,14 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from serve.engine.tokenizer import Tokenizer
+from serve.models.checkpoint import Checkpoint
 from tests.e2e.shared_model import MAX_MODEL_LEN, Completion, Engine, SharedModel, greedy
 
 TIE = 1e-4
@@ -61,7 +63,7 @@ TEXTS = [
 class Reference:
     """transformers' answers, and its logits to judge a tie by."""
 
-    hf_model: torch.nn.Module
+    hf_model: Any
     prompts: list[list[int]]
     completions: list[list[int]]
 
@@ -82,128 +84,176 @@ class Reference:
         assert gap < TIE, f"after {prompt} + {expected[:parted]}: {gap=}"
 
 
-@pytest.fixture(scope="module")
-def shared(default_model: Path) -> SharedModel:
-    return SharedModel(default_model)
+@dataclass
+class Stand:
+    """A model in both implementations, and the 32 prompts as its ids."""
+
+    shared: SharedModel
+    hf_model: Any
+    prompts: list[list[int]]
+
+    def reference(self, prompts: list[list[int]], max_tokens: int) -> Reference:
+        """transformers' greedy answers, all prompts in one left-padded batch."""
+        longest = max(len(prompt) for prompt in prompts)
+        padding = [longest - len(prompt) for prompt in prompts]
+        output = self.hf_model.generate(
+            torch.tensor([[0] * n + p for n, p in zip(padding, prompts, strict=True)]),
+            attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding]),
+            generation_config=GenerationConfig(
+                do_sample=False, max_new_tokens=max_tokens, eos_token_id=None, pad_token_id=0
+            ),
+        )
+        return Reference(self.hf_model, prompts, output[:, longest:].tolist())
 
 
-@pytest.fixture(scope="module")
-def hf_model(shared: SharedModel) -> torch.nn.Module:
-    """transformers' model with the same dequantized weights."""
-    config = copy.deepcopy(shared.checkpoint.hf_config)
+def make_stand(path: Path) -> Stand:
+    texts = list(TEXTS)
+    for place, repeats in ((3, 3), (9, 12), (17, 7), (22, 24)):  # up to 600 bytes or 250 tokens
+        texts[place] = " ".join(TEXTS[(place + i) % len(TEXTS)] for i in range(repeats))
+    tokenizer = Tokenizer.load(path)
+    prompts = [tokenizer.encode_now(text) for text in texts]
+    tokenizer.close()
+    shared = SharedModel(path)
+    return Stand(shared, load_into_transformers(shared.checkpoint), prompts)
+
+
+def load_into_transformers(checkpoint: Checkpoint) -> Any:
+    """transformers' model with the checkpoint's weights; GGUF's as our loader dequantizes them."""
+    if checkpoint.format != "gguf":
+        return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
+    config = copy.deepcopy(checkpoint.hf_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = {name: tensor.to(torch.float32) for name, tensor in shared.checkpoint.tensors()}
+    weights = {name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors()}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     # Buffers (the rotary frequencies) are not in a checkpoint: make them as an ordinary start does.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    missing = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    assert not missing, missing
-    model.eval()
-    return model  # type: ignore[no-any-return]
+    empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    assert not empty, empty
+    return model.eval()
 
 
-@pytest.fixture(scope="module")
-def prompts(default_model: Path) -> list[list[int]]:
-    """32 prompts of 1 to about 250 tokens."""
-    texts = list(TEXTS)
-    for place, repeats in ((3, 3), (9, 12), (17, 7), (22, 24)):
-        texts[place] = " ".join(TEXTS[(place + i) % len(TEXTS)] for i in range(repeats))
-    tokenizer = Tokenizer.load(default_model)
-    try:
-        return [tokenizer.encode_now(text) for text in texts]
-    finally:
-        tokenizer.close()
-
-
-def make_reference(
-    hf_model: torch.nn.Module, prompts: list[list[int]], max_tokens: int
-) -> Reference:
-    """transformers' greedy answers, all prompts in one left-padded batch."""
-    longest = max(len(prompt) for prompt in prompts)
-    padding = [longest - len(prompt) for prompt in prompts]
-    output = hf_model.generate(  # type: ignore[operator]
-        torch.tensor([[0] * n + p for n, p in zip(padding, prompts, strict=True)]),
-        attention_mask=torch.tensor([[0] * n + [1] * (longest - n) for n in padding]),
-        generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=max_tokens, eos_token_id=None, pad_token_id=0
-        ),
+RANGE = [
+    *(Engine(max_num_seqs=n) for n in (1, 4, 16, 32)),
+    *(Engine(budget=n) for n in (1, 7, 16, 64, 2048)),
+    *(Engine(block_size=n, budget=100) for n in (1, 16, 32)),
+    *(Engine(budget=MAX_MODEL_LEN, chunking=False, max_num_seqs=n) for n in (2, 32)),
+]
+CROWDED = Engine(max_num_seqs=64, block_size=1, num_blocks=100)
+CROWDED_RANGE = [
+    replace(CROWDED, budget=budget, preemption_mode=mode, num_host_blocks=host)
+    for budget, mode, host in (
+        (16, "recompute", 0),
+        (2048, "recompute", 0),
+        (2048, "swap", 1500),
+        (16, "auto", 60),
     )
-    return Reference(hf_model, prompts, output[:, longest:].tolist())
+]
 
 
-SMALL_MAX_TOKENS = 12
-FEW_BLOCKS = Engine(max_num_seqs=8, block_size=2, num_blocks=30)
+def assert_settings_change_nothing(stand: Stand, reference: Reference, engine: Engine) -> None:
+    max_tokens = len(reference.completions[0])
+    completions, _ = stand.shared.run(engine, reference.prompts, greedy(max_tokens))
+    reference.assert_equal_up_to_ties(completions)
+
+
+def assert_preemption_changes_nothing(
+    stand: Stand, reference: Reference, engine: Engine, *, copies: int, at_least: int
+) -> None:
+    """Run several copies of the prompts through a pool that holds a few of them at a time."""
+    count, max_tokens = len(reference.prompts), len(reference.completions[0])
+    completions, stats = stand.shared.run(engine, reference.prompts * copies, greedy(max_tokens))
+    for first in range(0, len(completions), count):
+        reference.assert_equal_up_to_ties(completions[first : first + count])
+    assert stats.total_generation_tokens == copies * count * max_tokens
+    by_swap, by_recompute = stats.total_preemptions_swap, stats.total_preemptions_recompute
+    assert by_swap + by_recompute >= at_least
+    assert (by_swap > 0) == (engine.preemption_mode != "recompute")
+    assert (by_recompute > 0) == (engine.preemption_mode != "swap")
+
+
+# ------------------------------------------------------------------------ a tiny random model
 
 
 @pytest.fixture(scope="module")
-def small(hf_model: torch.nn.Module, prompts: list[list[int]]) -> Reference:
-    chosen = [prompts[i] for i in (0, 1, 3, 10, 19, 24, 29, 31)]
-    return make_reference(hf_model, chosen, SMALL_MAX_TOKENS)
+def tiny(tiny_model: Path) -> Stand:
+    return make_stand(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def tiny_reference(tiny: Stand) -> Reference:
+    return tiny.reference(tiny.prompts, 16)
+
+
+@pytest.mark.parametrize("engine", RANGE, ids=repr)
+def test_sch_15_a_tiny_models_answers_equal_transformers_over_the_range_of_settings(
+    tiny: Stand, tiny_reference: Reference, engine: Engine
+) -> None:
+    assert_settings_change_nothing(tiny, tiny_reference, engine)
+
+
+@pytest.mark.parametrize("engine", CROWDED_RANGE, ids=repr)
+def test_sch_01_a_tiny_models_answers_survive_a_hundred_preemptions(
+    tiny: Stand, engine: Engine
+) -> None:
+    reference = tiny.reference([p for p in tiny.prompts if len(p) < 28], 24)
+    assert_preemption_changes_nothing(tiny, reference, engine, copies=8, at_least=100)
+
+
+# ------------------------------------------------------------------------ the real model
+
+
+@pytest.fixture(scope="module")
+def real(default_model: Path) -> Stand:
+    return make_stand(default_model)
+
+
+@pytest.fixture(scope="module")
+def few(real: Stand) -> Reference:
+    """Answers to seven prompts, for what runs every time."""
+    return real.reference([real.prompts[i] for i in (0, 1, 10, 19, 24, 29, 31)], 10)
 
 
 @pytest.mark.parametrize(
     "engine",
-    [
-        pytest.param(Engine(), id="all at once"),
-        pytest.param(Engine(max_num_seqs=1), id="one at a time"),
-        pytest.param(Engine(max_num_seqs=3, budget=7), id="budget 7"),
-        pytest.param(Engine(block_size=1), id="blocks of one token"),
-        pytest.param(Engine(block_size=32, budget=16), id="blocks of 32, budget 16"),
-        pytest.param(Engine(budget=MAX_MODEL_LEN, chunking=False), id="whole prompts"),
-    ],
+    [Engine(), Engine(max_num_seqs=3, budget=7, block_size=1), Engine(budget=1024, chunking=False)],
+    ids=repr,
 )
-def test_smp_14_sch_15_greedy_answers_equal_transformers_under_any_settings(
-    shared: SharedModel, small: Reference, engine: Engine
+def test_smp_14_the_real_models_answers_equal_transformers(
+    real: Stand, few: Reference, engine: Engine
 ) -> None:
-    completions, stats = shared.run(engine, small.prompts, greedy(SMALL_MAX_TOKENS))
-    small.assert_equal_up_to_ties(completions)
-    assert stats.total_preemptions_recompute == stats.total_preemptions_swap == 0
+    assert_settings_change_nothing(real, few, engine)
 
 
-def test_sch_01_recompute_preemption_changes_no_answer(
-    shared: SharedModel, small: Reference
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_sch_01_the_real_models_answers_survive_preemption(
+    real: Stand, few: Reference, mode: str
 ) -> None:
-    completions, stats = shared.run(FEW_BLOCKS, small.prompts, greedy(SMALL_MAX_TOKENS))
-    small.assert_equal_up_to_ties(completions)
-    assert stats.total_preemptions_recompute > 5
-    assert stats.total_generation_tokens == len(small.prompts) * SMALL_MAX_TOKENS
-
-
-@pytest.mark.parametrize("mode", ["swap", "auto"])
-def test_swap_preemption_changes_no_answer(
-    shared: SharedModel, small: Reference, mode: str
-) -> None:
-    engine = replace(FEW_BLOCKS, preemption_mode=mode, num_host_blocks=60)
-    completions, stats = shared.run(engine, small.prompts, greedy(SMALL_MAX_TOKENS))
-    small.assert_equal_up_to_ties(completions)
-    assert stats.total_preemptions_swap > 5
+    engine = Engine(block_size=1, num_blocks=45, preemption_mode=mode, num_host_blocks=200)
+    assert_preemption_changes_nothing(real, few, engine, copies=1, at_least=4)
 
 
 def test_smp_01_seeded_requests_draw_the_same_through_preemption_and_company(
-    shared: SharedModel, small: Reference
+    real: Stand, few: Reference
 ) -> None:
     sampling = [
-        replace(greedy(SMALL_MAX_TOKENS), temperature=0.8, seed=number // 2, top_p=0.95)
-        for number in range(len(small.prompts))
+        replace(greedy(10), temperature=0.8, seed=number // 2, top_p=0.95)
+        for number in range(len(few.prompts))
     ]
-    alone = [
-        shared.run(Engine(), [prompt], [params])[0][0].token_ids
-        for prompt, params in zip(small.prompts, sampling, strict=True)
-    ]
-    together, stats = shared.run(FEW_BLOCKS, small.prompts, sampling)
-    assert [c.token_ids for c in together] == alone
-    assert stats.total_preemptions_recompute > 5
+    apart, _ = real.shared.run(Engine(max_num_seqs=1), few.prompts, sampling)
+    together, stats = real.shared.run(Engine(block_size=1, num_blocks=45), few.prompts, sampling)
+    assert [c.token_ids for c in together] == [c.token_ids for c in apart]
+    assert stats.total_preemptions_recompute > 0
 
 
-def test_log_04_logprobs_equal_a_plain_forward_pass(shared: SharedModel, small: Reference) -> None:
-    params = replace(greedy(4), logprobs=2, prompt_logprobs=2)
-    completions, _ = shared.run(Engine(budget=5, max_num_seqs=3), small.prompts, params)
-    for prompt, completion in zip(small.prompts, completions, strict=True):
+def test_log_04_logprobs_equal_a_plain_forward_pass(real: Stand, few: Reference) -> None:
+    params = replace(greedy(3), logprobs=2, prompt_logprobs=2)
+    completions, _ = real.shared.run(Engine(budget=5, max_num_seqs=3), few.prompts, params)
+    for prompt, completion in zip(few.prompts, completions, strict=True):
         ids = prompt + completion.token_ids
         with torch.inference_mode():
-            logits = small.hf_model(torch.tensor([ids])).logits[0]
+            logits = real.hf_model(torch.tensor([ids])).logits[0]
         scores = completion.prompt_logprobs + completion.logprobs
         assert [s.token_id for s in scores] == ids[1:]
         expected = logits[:-1].log_softmax(-1)
@@ -213,52 +263,23 @@ def test_log_04_logprobs_equal_a_plain_forward_pass(shared: SharedModel, small: 
         assert torch.allclose(best, expected.topk(2).values, atol=1e-3)
 
 
-# ------------------------------------------------------------------------ the full sweep
-
-FULL_MAX_TOKENS = 40
-
-
 @pytest.fixture(scope="module")
-def full(hf_model: torch.nn.Module, prompts: list[list[int]]) -> Reference:
-    return make_reference(hf_model, prompts, FULL_MAX_TOKENS)
+def all_32(real: Stand) -> Reference:
+    return real.reference(real.prompts, 32)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "engine",
-    [
-        *(Engine(max_num_seqs=n) for n in (1, 4, 16, 32)),
-        *(Engine(budget=n) for n in (1, 7, 16, 64, 2048)),
-        *(Engine(block_size=n, budget=100) for n in (1, 16, 32)),
-        *(Engine(budget=MAX_MODEL_LEN, chunking=False, max_num_seqs=n) for n in (2, 32)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("engine", RANGE, ids=repr)
 def test_32_answers_equal_transformers_over_the_whole_range_of_settings(
-    shared: SharedModel, full: Reference, engine: Engine
+    real: Stand, all_32: Reference, engine: Engine
 ) -> None:
-    completions, _ = shared.run(engine, full.prompts, greedy(FULL_MAX_TOKENS))
-    full.assert_equal_up_to_ties(completions)
+    assert_settings_change_nothing(real, all_32, engine)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize("budget", [16, 2048])
-def test_32_answers_survive_hundreds_of_preemptions(
-    shared: SharedModel, full: Reference, mode: str, budget: int
-) -> None:
-    engine = Engine(
-        block_size=1,
-        num_blocks=400,
-        budget=budget,
-        preemption_mode=mode,
-        num_host_blocks=0 if mode == "recompute" else 1500,
-    )
-    completions, stats = shared.run(engine, full.prompts * 4, greedy(FULL_MAX_TOKENS))
-    for first in range(0, len(completions), len(full.prompts)):
-        full.assert_equal_up_to_ties(completions[first : first + len(full.prompts)])
-    assert stats.total_preemptions_recompute + stats.total_preemptions_swap >= 200
-    if mode != "recompute":
-        assert stats.total_preemptions_swap >= 100
+@pytest.mark.parametrize("engine", CROWDED_RANGE, ids=repr)
+def test_real_answers_survive_hundreds_of_preemptions(real: Stand, engine: Engine) -> None:
+    reference = real.reference([p for p in real.prompts if len(p) <= 30], 32)
+    assert_preemption_changes_nothing(real, reference, engine, copies=4, at_least=200)

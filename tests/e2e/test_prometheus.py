@@ -5,11 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import httpx
-
 from tests.e2e.prometheus_process import PrometheusProcess, need
 from tests.e2e.requests import client, completion, is_idle, streamed_text, until
-from tests.e2e.server_process import ServerProcess, serve
+from tests.e2e.server_process import ServerProcess
 
 
 async def test_promtool_has_nothing_to_say(tiny_server: ServerProcess) -> None:
@@ -42,19 +40,3 @@ async def test_prometheus_scrapes_what_the_server_did(
         assert value("up") == 1
         await until(lambda: is_idle(tiny_server), "idle")
         await until(lambda: value("serve_llm_num_requests_running") == 0, "idle in Prometheus")
-
-
-def test_under_vllms_prefix_its_exact_names_are_there(tiny_model: Path) -> None:
-    names = (
-        "num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total"
-        " prompt_tokens_total generation_tokens_total time_to_first_token_seconds_bucket"
-        " inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket"
-        " request_queue_time_seconds_bucket request_prefill_time_seconds_bucket"
-        " request_decode_time_seconds_bucket iteration_tokens_total_bucket request_success_total"
-    )
-    with serve(tiny_model, "--metrics-prefix", "vllm:") as server:
-        page = httpx.get(f"{server.wait_ready().url}/metrics").text
-        for name in names.split():
-            assert f"\nvllm:{name}{{" in page
-        assert "serve_llm_" not in page
-        assert server.stop() == 0

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from tests.e2e.conftest import SOFT_FILE_LIMIT
 from tests.e2e.requests import client, completion, events, is_idle, streamed_text, until
 from tests.e2e.server_process import ServerProcess, serve
 
@@ -71,10 +71,7 @@ def cut_tail(file: Path) -> None:
     ("file", "damage"),
     [
         ("model.safetensors", cut_tail),
-        ("model.safetensors", Path.unlink),
-        ("model.safetensors", lambda file: file.write_bytes(b"")),
         ("config.json", lambda file: file.write_text("{")),
-        ("config.json", Path.unlink),
         ("tokenizer.json", Path.unlink),
     ],
 )
@@ -96,31 +93,16 @@ def test_a_signal_during_the_start_leaves_nothing_behind(tiny_model: Path) -> No
         assert not server.url
 
 
-@contextmanager
-def soft_file_limit(soft: int) -> Iterator[int]:
-    """Lower this process's own limit, which children inherit; yields the hard limit."""
-    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        yield hard
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
-
-
 async def test_ops_10_more_connections_than_the_soft_file_limit_are_served(
-    tiny_model: Path,
+    tiny_server: ServerProcess,
 ) -> None:
-    with soft_file_limit(64) as hard:
-        server = serve(tiny_model, "--served-model-name", "tiny")
-    with server:
-        server.wait_ready()
-        soft = server.process.rlimit(psutil.RLIMIT_NOFILE)[0]
-        assert soft == min(hard, 1 << 20)
-        async with client(server) as http:
-            bodies = [completion(f"Number {i}", 4) for i in range(150)]
-            texts = await asyncio.gather(*(streamed_text(http, body) for body in bodies))
-        assert len(texts) == 150
-        assert server.stop() == 0
+    """The fixture starts the server under a soft limit of SOFT_FILE_LIMIT."""
+    soft, hard = tiny_server.process.rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == min(hard, 1 << 20) > SOFT_FILE_LIMIT
+    async with client(tiny_server) as http:
+        bodies = [completion(f"Number {i}", 4) for i in range(SOFT_FILE_LIMIT + 50)]
+        texts = await asyncio.gather(*(streamed_text(http, body) for body in bodies))
+    assert len(texts) == len(bodies)
 
 
 # --------------------------------------------------------------------------------------------- end
@@ -198,24 +180,24 @@ async def test_a_killed_front_takes_its_engine_with_it(tiny_model: Path) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_frees_its_blocks(tiny_model: Path, stream: bool) -> None:
-    with serve(tiny_model, "--served-model-name", "tiny") as server:
-        server.wait_ready()
-        async with client(server) as http:
-            request = http.build_request(
-                "POST", "/v1/completions", json=LONG | {"stream": stream, "n": 2}
-            )
-            sending = asyncio.create_task(http.send(request, stream=True))
-            await until(lambda: server.metric("serve_llm_kv_cache_usage_perc") > 0, "it runs")
-            if stream:
-                await (await sending).aclose()
-            else:
-                sending.cancel()
-            await until(lambda: is_idle(server), "every block is free")
-        finished = "serve_llm_request_success_total"
-        assert server.metric(finished, finished_reason="abort") == 2
-        assert server.metric(finished, finished_reason="length") == 0
-        assert server.stop() == 0
+async def test_a_client_that_hangs_up_frees_its_blocks(
+    tiny_server: ServerProcess, stream: bool
+) -> None:
+    def aborted() -> float:
+        return tiny_server.metric("serve_llm_request_success_total", finished_reason="abort")
+
+    before = aborted()
+    async with client(tiny_server) as http:
+        body = LONG | {"stream": stream, "n": 2}
+        request = http.build_request("POST", "/v1/completions", json=body)
+        sending = asyncio.create_task(http.send(request, stream=True))
+        await until(lambda: tiny_server.metric("serve_llm_kv_cache_usage_perc") > 0, "it runs")
+        if stream:
+            await (await sending).aclose()
+        else:
+            sending.cancel()
+        await until(lambda: is_idle(tiny_server), "every block is free")
+    assert aborted() == before + 2
 
 
 # ---------------------------------------------------------------------------------------- pressure
