@@ -1,7 +1,12 @@
 """Tile sizes per GPU generation, read from `tiles.json`; nothing is tuned while serving.
 
 The file maps a target ("cuda:90", "hip:gfx942", "interpreter") to kernels, a kernel to shape
-classes, a class to its tile. "generic" is for any other target, and for what a target leaves out.
+classes, a class to its tile. "generic" is for any other target, and for what a target leaves out;
+a target that names another one shares its tiles.
+
+On NVIDIA, 5 stages are what it takes to keep two tiles of keys in flight: the load of the block ids
+that each address hangs on counts as stages too. Tensor-core tiles are as large as the compiler
+manages without spilling registers; see tests/kernels/test_triton_compile.py.
 """
 
 from __future__ import annotations
@@ -47,10 +52,14 @@ class TileTable:
 def load_tiles(target: str) -> TileTable:
     """The table of a target; what it does not list is taken from "generic"."""
     text = resources.files("serve.kernels.triton").joinpath("tiles.json").read_text("utf-8")
-    tables: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(text)
+    tables: dict[str, str | dict[str, dict[str, dict[str, int]]]] = json.loads(text)
+    own = tables.get(target, {})
+    if isinstance(own, str):
+        own = tables[own]
     merged: dict[str, dict[str, Tile]] = {}
-    for name in ("generic", target):
-        for kernel, classes in tables.get(name, {}).items():
+    for table in (tables["generic"], own):
+        assert not isinstance(table, str), f"{target} shares the tiles of a target that shares"
+        for kernel, classes in table.items():
             merged.setdefault(kernel, {}).update({c: Tile(**t) for c, t in classes.items()})
     return TileTable(target, merged)
 

@@ -1,0 +1,88 @@
+"""Every kernel compiles for every supported GPU, without one, to code that is as fast as meant.
+
+Read from the compilers' own output: no register spilled, shared memory within the GPU's limit, keys
+and values loaded 16 bytes at a time, matrix products on tensor cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from serve.kernels.triton.tiles import load_tiles
+
+SHARED_LIMIT = {
+    "cuda:80": 163 * 1024,
+    "cuda:89": 99 * 1024,
+    "cuda:90": 227 * 1024,
+    "cuda:100": 227 * 1024,
+    "hip:gfx942": 64 * 1024,
+}
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+def compile_for(target: str, *flags: str) -> list[dict[str, Any]]:
+    """Reports of a process in which Triton compiles, whatever it does in this one."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_all", target, *flags],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module", params=SHARED_LIMIT)
+def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return compile_for(request.param)
+
+
+def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) -> None:
+    assert [report["label"] for report in reports if report["spills"]] == []
+    for report in reports:
+        assert report["shared_bytes"] <= SHARED_LIMIT[report["target"]], report
+
+
+def test_attention_reads_keys_and_values_in_16_byte_pieces(reports: list[dict[str, Any]]) -> None:
+    attention = [report for report in reports if report["kv_tile_bytes"]]
+
+    assert len(attention) == 2
+    for report in attention:
+        assert report["wide_load_bytes"] >= report["kv_tile_bytes"], report
+
+
+def test_matrix_products_run_on_tensor_cores(reports: list[dict[str, Any]]) -> None:
+    products = [r for r in reports if r["kv_tile_bytes"] or r["label"].startswith("matmul")]
+
+    assert len(products) == 3
+    for report in products:
+        assert report["matrix_instructions"] > 0, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED_LIMIT)
+def test_every_configuration_compiles_and_fits(target: str) -> None:
+    for report in compile_for(target, "--all"):
+        assert report["shared_bytes"] <= SHARED_LIMIT[target], report
+        if "bf16" in report["label"]:
+            assert report["spills"] == 0, report
+
+
+@pytest.mark.parametrize("target", [*SHARED_LIMIT, "cuda:75", "cuda:120", "interpreter"])
+def test_a_target_has_a_tile_for_every_shape_class(target: str) -> None:
+    table = load_tiles(target)
+
+    assert set(table.tiles) == {"ragged", "decode", "matmul"}
+    for kernel in ("ragged", "decode"):
+        assert set(table.tiles[kernel]) == {
+            f"{bits}bit/{dim}" for bits in (16, 32) for dim in (64, 128, 256)
+        }
+    assert set(table.tiles["matmul"]) == {"16bit", "32bit"}
