@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from serve.sampling_params import SamplingParams
 
@@ -98,9 +99,12 @@ class RequestTimes:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """What one request gained in one step. The last one of a request has `finish_reason`."""
+class TokenDelta(NamedTuple):
+    """What one request gained in one step. The last one of a request has `finish_reason`.
+
+    A named tuple: there is one per request and step, and a frozen dataclass costs three to four
+    times as much to make.
+    """
 
     request_id: str
     token_ids: list[int]
