@@ -16,7 +16,7 @@ import pytest
 
 from serve.api.streaming import KEEP_ALIVE, EventStream
 from serve.messages import AbortRequests
-from tests.api.conftest import ANSWER, MODEL, Server
+from tests.api.conftest import ANSWER, MODEL, Server, running_server
 from tests.api.scripted import Script
 from tests.api.sse import events
 
@@ -290,8 +290,6 @@ def test_stream_interval_sends_fewer_and_larger_chunks(
 def test_a_dead_engine_ends_streams_with_an_error(
     server: Server, path: str, body: dict[str, Any]
 ) -> None:
-    from tests.api.conftest import running_server
-
     with running_server() as mortal, mortal.http() as http:
         mortal.script = Script(mortal.ids(ANSWER), hold_after=3)
         with http.stream("POST", path, json={**body, "stream": True}) as response:
@@ -341,31 +339,28 @@ async def test_str_17_a_client_that_does_not_read_is_dropped_after_a_while() -> 
     assert outputs.num_closed == 1
 
 
-async def test_str_17_a_slow_reader_makes_the_engine_merge_and_not_the_server_queue(
-    server: Server,
-) -> None:
-    server.script = " one" * 200
-    sent: list[bytes] = []
-    outputs = FakeOutputs()
-    reading = asyncio.Event()
+def test_str_17_clients_that_do_not_read_hold_up_nobody(http: httpx.Client, server: Server) -> None:
+    long = " one two three four" * 100
+    server.script = long
+    received = server.client.received
+    before = len(received)
+    stalled = [
+        open_request(server, path, {**body, "stream": True, "max_tokens": 400, "n": 4})
+        for path, body in ENDPOINTS * 5
+    ]
+    wait_until(lambda: len(received) - before == 4 * len(stalled))
+    wait_until(lambda: not server.client.running)  # the engine never waits for a socket
 
-    async def some() -> AsyncIterator[bytes]:
-        for i in range(3):
-            yield b"data: %d\n\n" % i
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await reading.wait()
-            sent.append(message["body"])
-
-    task = asyncio.create_task(
-        EventStream(some(), outputs)({"type": "http"}, never, send)  # type: ignore
-    )
-    await asyncio.sleep(0)
-    assert sent == []
-    reading.set()
-    await task
-    assert sent == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""]
+    server.script = ANSWER
+    assert stream(http, *ENDPOINTS[0])[-1] == "[DONE]"
+    for connection in stalled:
+        with closing(connection):
+            connection.settimeout(20)
+            answer = b""
+            while not answer.endswith(b"0\r\n\r\n"):
+                answer += connection.recv(1 << 20)
+            assert answer.count(b'"finish_reason":"length"') == 4
+            assert b"[DONE]" in answer
 
 
 async def test_comments_keep_a_silent_stream_alive() -> None:

@@ -1,0 +1,215 @@
+"""Several engine streams as one, and outputs joined in intervals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.api.generation import Choice, Job, Outputs, collect, in_intervals
+from serve.api.service import OpenRequests
+from serve.config import ServerConfig
+from serve.engine.outputs import RequestOutput
+from serve.errors import EngineDead, PromptTooLong, StepFailed
+from serve.messages import FinishReason
+from serve.sampling_params import SamplingParams
+
+
+def output(text: str, num: int, reason: FinishReason | None = None, **more: Any) -> RequestOutput:
+    return RequestOutput(
+        "r", text, [ord(c) for c in text], num_generated_tokens=num, finish_reason=reason, **more
+    )
+
+
+def spelled(text: str) -> list[RequestOutput]:
+    """One output per letter; the last one ends it."""
+    outputs = [output(letter, i) for i, letter in enumerate(text, 1)]
+    return [*outputs, output("", len(text), FinishReason.STOP)]
+
+
+@dataclass
+class FakeEngine:
+    """Yields prepared outputs; a None among them stands for waiting for ever."""
+
+    scripts: list[list[RequestOutput | Exception | None]]
+    requests: list[tuple[list[int], SamplingParams, str | None]] = field(default_factory=list)
+    num_open: int = 0
+    refuses: Exception | None = None
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        continues_prompt: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self.refuses is not None:
+            raise self.refuses
+        script = self.scripts[len(self.requests)]
+        self.requests.append((prompt_token_ids, sampling, request_id))
+        return self._run(script)
+
+    async def _run(
+        self, script: list[RequestOutput | Exception | None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.num_open += 1
+        try:
+            for item in script:
+                await asyncio.sleep(0)
+                if item is None:
+                    await asyncio.Event().wait()
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            self.num_open -= 1
+
+
+@dataclass
+class FakeService:
+    engine: FakeEngine
+    config: ServerConfig = field(default_factory=ServerConfig)
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
+
+
+def service_of(*scripts: list[Any]) -> Any:
+    return FakeService(FakeEngine(list(scripts)))
+
+
+def job(num_prompts: int = 1, n: int = 1, seed: int | None = None) -> Job:
+    return Job("job", [[i, i] for i in range(num_prompts)], SamplingParams(seed=seed), n)
+
+
+async def test_choices_are_put_together_each_from_its_own_stream() -> None:
+    service = service_of(spelled("abc"), spelled("de"), spelled(""), spelled("fghi"))
+
+    choices, usage = await collect(service, job(num_prompts=2, n=2))
+
+    assert [choice.text for choice in choices] == ["abc", "de", "", "fghi"]
+    assert [choice.token_ids for choice in choices][1] == [ord("d"), ord("e")]
+    assert {choice.ended_by for choice in choices} == {"stop"}
+    assert (usage.prompt_tokens, usage.completion_tokens) == (4, 9)
+    assert [prompt for prompt, _, _ in service.engine.requests] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert [label for _, _, label in service.engine.requests] == [f"job-{i}" for i in range(4)]
+    assert service.open_requests.count == service.engine.num_open == 0
+
+
+async def test_cached_tokens_count_once_per_prompt() -> None:
+    ends = [output("", 0, FinishReason.STOP, num_cached_tokens=c) for c in (5, 7, 1, 2)]
+    service = service_of(*[[end] for end in ends])
+
+    _, usage = await collect(service, job(num_prompts=2, n=2))
+
+    assert usage.prompt_tokens_details.cached_tokens == 5 + 1
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_failure_ends_everything(num_prompts: int) -> None:
+    failed = output("", 1, FinishReason.ERROR, error="it broke")
+    service = service_of([output("a", 1), failed], [None], [output("b", 1), None])
+
+    with pytest.raises(StepFailed, match="it broke"):
+        await collect(service, job(num_prompts))
+
+    assert service.open_requests.count == service.engine.num_open == 0
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+async def test_what_the_engine_raises_is_raised(num_prompts: int) -> None:
+    service = service_of([EngineDead("gone")], [None])
+    with pytest.raises(EngineDead, match="gone"):
+        await collect(service, job(num_prompts))
+    assert service.engine.num_open == 0
+
+    shutting_down = service_of([output("", 0, FinishReason.ABORT)])
+    with pytest.raises(EngineDead, match="shutting down"):
+        await collect(shutting_down, job())
+
+
+def test_a_refusal_comes_before_anything_is_started() -> None:
+    service = service_of([None])
+    service.engine.refuses = PromptTooLong("too long")
+
+    with pytest.raises(PromptTooLong):
+        Outputs(service, job())
+
+    assert service.open_requests.count == 0
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_cancelling_the_reader_ends_the_streams(num_prompts: int) -> None:
+    service = service_of(*[[output("a", 1), None]] * num_prompts)
+    task = asyncio.create_task(collect(service, job(num_prompts)))
+    while service.engine.num_open < num_prompts:
+        await asyncio.sleep(0)
+
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert service.open_requests.count == service.engine.num_open == 0
+
+
+async def test_closing_twice_or_before_reading_is_fine() -> None:
+    for num_prompts in (1, 2):
+        service = service_of([None], [None])
+        outputs = Outputs(service, job(num_prompts))
+        assert service.open_requests.count == 1
+        await outputs.aclose()
+        await outputs.aclose()
+        assert service.open_requests.count == service.engine.num_open == 0
+
+
+async def test_only_later_choices_have_their_seed_moved() -> None:
+    service = service_of(*[spelled("")] * 4)
+
+    await collect(service, job(num_prompts=2, n=2, seed=2**63 - 1))
+
+    assert [s.seed for _, s, _ in service.engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
+
+
+class Listed:
+    """Outputs of a list."""
+
+    def __init__(self, items: list[tuple[int, RequestOutput]]) -> None:
+        self._items = items
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        async def run() -> AsyncIterator[tuple[int, RequestOutput]]:
+            for item in self._items:
+                yield item
+
+        return run()
+
+
+@given(st.lists(st.text("abc", max_size=20), min_size=1, max_size=3), st.integers(1, 6))
+def test_intervals_change_the_grouping_and_nothing_else(texts: list[str], interval: int) -> None:
+    streams = [spelled(text) for text in texts]
+    items = [
+        (index, stream[position])
+        for position in range(max(map(len, streams)))
+        for index, stream in enumerate(streams)
+        if position < len(stream)
+    ]
+
+    async def regrouped() -> list[tuple[int, RequestOutput]]:
+        listed: Any = Listed(items)
+        return [item async for item in in_intervals(listed, interval)]
+
+    choices = [Choice() for _ in texts]
+    sizes: list[list[int]] = [[] for _ in texts]
+    for index, each in asyncio.run(regrouped()):
+        choices[index].add(each)
+        sizes[index].append(len(each.token_ids))
+    assert [choice.text for choice in choices] == texts
+    assert [choice.finish_reason for choice in choices] == [FinishReason.STOP] * len(texts)
+    for mine in sizes:
+        assert all(size == interval for size in mine[1:-1])
+        assert all(size <= interval for size in mine)
