@@ -54,7 +54,7 @@ class Detokenizer:
         self._tokens = tokens
         self._hidden = tokens.special_ids if sampling.skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = all(token_id in self._hidden for token_id in prompt_token_ids)
+        self._at_start = not any(map(self._counts, prompt_token_ids))
         self._prompt_tail_pending = self._continue_character(prompt_token_ids)
         self._stops = (
             StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
@@ -86,16 +86,26 @@ class Detokenizer:
 
     def _decode(self, token_ids: Sequence[int], final: bool) -> str:
         inside, hidden = self._tokens.inside, self._hidden
-        pieces = [inside[token_id] for token_id in token_ids if token_id not in hidden]
-        if self._at_start and pieces:
-            first = next(token_id for token_id in token_ids if token_id not in hidden)
-            pieces[0] = self._tokens.leading[first]
-            self._at_start = False
+        if self._at_start:
+            pieces = self._first_pieces(token_ids)
+        else:
+            pieces = [inside[token_id] for token_id in token_ids if token_id not in hidden]
         text = self._utf8.decode(b"".join(pieces), final)
         if self._prompt_tail_pending and text:
             self._prompt_tail_pending = False
             return text.removeprefix(REPLACEMENT)  # the prompt's own unfinished character
         return text
+
+    def _first_pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        shown = [token_id for token_id in token_ids if self._counts(token_id)]
+        if not shown:
+            return []
+        self._at_start = False
+        return [self._tokens.leading[shown[0]], *(self._tokens.inside[i] for i in shown[1:])]
+
+    def _counts(self, token_id: int) -> bool:
+        """Whether a text that has this token is no longer at its start."""
+        return token_id not in self._hidden and self._tokens.knows(token_id)
 
     def _utf8_tail(self) -> str:
         """The replacement of bytes still pending; empty when the last ids were decoded as final."""

@@ -46,6 +46,10 @@ class TokenBytes:
         self.inside = _Remembered(self._by_token(lambda t: self._inside(t, has_byte_tokens)))
         self.leading = _Remembered(self._by_token(lambda t: self._leading(t, has_byte_tokens)))
 
+    def knows(self, token_id: int) -> bool:
+        """Whether the vocabulary has this id."""
+        return token_id >= 0 and self._backend.id_to_token(token_id) is not None
+
     def _by_token(self, to_bytes: Callable[[str], bytes]) -> Callable[[int], bytes]:
         def by_id(token_id: int) -> bytes:
             token = self._backend.id_to_token(token_id) if token_id >= 0 else None
