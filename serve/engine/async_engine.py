@@ -28,6 +28,7 @@ from serve.messages import (
     EngineDied,
     EngineReady,
     FinishReason,
+    ResetPrefixCache,
     StepOutputs,
     TokenDelta,
 )
@@ -93,6 +94,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        cache_salt: str | None = None,
         continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream one request's output. What can never be answered is refused in this very call
@@ -117,9 +119,18 @@ class AsyncEngine:
             arrival_time=time.monotonic(),
         )
         request = AddRequest(
-            engine_id, prompt_token_ids, resolved, stream.arrival_time, priority=priority
+            engine_id,
+            prompt_token_ids,
+            resolved,
+            stream.arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         return self._read(request, stream)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests are not disturbed."""
+        self._client.send(ResetPrefixCache())
 
     async def wait_dead(self) -> str:
         """Wait until the engine is dead; the reason."""
