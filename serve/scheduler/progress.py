@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve.messages import FinishReason, TokenDelta, TokenLogprobs
 from serve.scheduler.output import ScheduledRequest, StepResult
 from serve.scheduler.request import Request
-from serve.scheduler.stopping import finish_reason
+from serve.scheduler.stopping import append_until_end
 
 
 def apply_result(
@@ -18,15 +18,19 @@ def apply_result(
     token_ids: list[int] = []
     reason: FinishReason | None = None
     if entry.samples:
-        token_ids, reason = _append(request, result.token_ids[entry.request_id])
+        token_ids = result.token_ids[entry.request_id]
+        reason = append_until_end(request, token_ids)
+        if reason is not None:
+            token_ids = token_ids[: len(request.token_ids) - entry.start - entry.num_tokens]
         if request.first_token_time is None:
             request.first_token_time = now
     elif entry.start + entry.num_tokens == request.max_num_tokens:
         reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
-    if not (reason or result.logprobs or result.prompt_logprobs):
+    if reason is None and not (result.logprobs or result.prompt_logprobs):
         if not token_ids:
             return None
-        return TokenDelta(entry.request_id, token_ids, num_cached_tokens=request.num_cached_tokens)
+        cached = request.num_cached_tokens
+        return TokenDelta(entry.request_id, token_ids, None, None, None, None, None, cached)
     prompt_logprobs = _new_prompt_logprobs(entry, request, result)
     if not (token_ids or reason or prompt_logprobs):
         return None
@@ -48,16 +52,6 @@ def count_prompt_tokens(entry: ScheduledRequest, request: Request) -> int:
     new = max(0, computed - request.num_prompt_tokens_counted)
     request.num_prompt_tokens_counted += new
     return new
-
-
-def _append(request: Request, sampled: list[int]) -> tuple[list[int], FinishReason | None]:
-    """Append sampled tokens up to one that ends the request; returns those, and why it ended."""
-    for number, token_id in enumerate(sampled, start=1):
-        request.token_ids.append(token_id)
-        reason = finish_reason(request, token_id)
-        if reason is not None:
-            return sampled[:number], reason
-    return sampled, None
 
 
 def _new_prompt_logprobs(

@@ -22,7 +22,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Made and changed only by Scheduler (and `progress`, its half that takes in results).
+    """Made and changed only by Scheduler and its parts, `PlanBuilder.place` and `progress`.
 
     `num_tokens` counts the tokens in `token_ids` and those that launched steps will sample;
     `num_computed_tokens` those whose KV exists once every launched step has run.
@@ -39,7 +39,8 @@ class Request:
     max_kv_tokens: int  # tokens that ever need KV
     block_hashes: BlockHashes
     num_computed_tokens: int = 0
-    num_steps_in_flight: int = 0  # launched, not retired
+    num_slots: int = 0  # positions that the device blocks of a running request cover
+    last_step: int = 0  # number of the last launched step that names it
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it first ran
     next_commit: int = 0  # computed tokens at which another block is full

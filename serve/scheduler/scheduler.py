@@ -58,7 +58,9 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.swapped = RequestQueue()
         self.running: list[Request] = []  # by Request.order
+        self._any_ended = False  # whether `running` still holds one that has ended
         self._launched: deque[LaunchedStep] = deque()
+        self._num_retired = 0
         self._released: list[str] = []  # rows to give back in the next plan
         self._totals = Totals()
         self._num_arrived = 0
@@ -100,7 +102,8 @@ class Scheduler:
         """The next step's plan; empty when nothing can or need be done before another retires."""
         now = self.clock()
         may_start = self._waited_long_enough(now)
-        plan = PlanBuilder(self.limits.max_num_batched_tokens, self._released)
+        number = self._num_retired + len(self._launched) + 1
+        plan = PlanBuilder(number, self.limits.max_num_batched_tokens, self._released)
         self._released = []
         self._schedule_running(plan)
         if not plan.preempted:  # what was just evicted must not come back in the same step
@@ -115,15 +118,17 @@ class Scheduler:
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
         for request in self.running:  # preemption shortens it at the far end only
-            num_tokens = min(request.num_uncomputed_tokens, plan.tokens_left)
+            num_tokens = request.num_uncomputed_tokens
+            if num_tokens > plan.tokens_left:
+                num_tokens = plan.tokens_left
             if num_tokens == 0:
-                if plan.tokens_left == 0:
-                    break
                 continue
-            new_block_ids = self._make_room(request, num_tokens, plan)
-            if new_block_ids is None:
+            if request.num_computed_tokens + num_tokens <= request.num_slots:
+                plan.place(request, num_tokens, [])
+            elif (new_block_ids := self._make_room(request, num_tokens, plan)) is not None:
+                plan.place(request, num_tokens, new_block_ids)
+            else:
                 break
-            self._place(request, num_tokens, new_block_ids, plan)
 
     def _schedule_swapped(self, plan: PlanBuilder, now: float) -> None:
         while plan.tokens_left and (request := self._next_of(self.swapped)):
@@ -178,10 +183,13 @@ class Scheduler:
         if len(self.running) >= self.limits.max_num_seqs:
             return None
         request = queue.peek()
-        if request is None or request.num_steps_in_flight:
-            # Its own last step is still out: its tokens are not all known.
-            return None
+        if request is None or self._is_in_flight(request):
+            return None  # while its last step is out, its tokens are not all known
         return request
+
+    def _is_in_flight(self, request: Request) -> bool:
+        """Whether a step that names the request has not been retired."""
+        return request.last_step > self._num_retired
 
     def _admit(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """Give a row to a request that has its blocks, and its first tokens."""
@@ -189,39 +197,18 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
         insort(self.running, request, key=attrgetter("order"))
+        block_ids = self.kv.block_ids(request.request_id)
         plan.admitted.append(
             RowData(
                 request_id=request.request_id,
                 sampling=request.sampling,
                 token_ids=list(request.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
-                block_ids=self.kv.block_ids(request.request_id),
+                block_ids=block_ids,
             )
         )
-        self._place(request, min(request.num_uncomputed_tokens, plan.tokens_left), [], plan)
-
-    def _place(
-        self, request: Request, num_tokens: int, new_block_ids: list[int], plan: PlanBuilder
-    ) -> None:
-        """Put a request's next tokens into the plan; it counts as computed from here on."""
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        samples = end == request.num_tokens and end < request.max_num_tokens
-        plan.scheduled.append(
-            ScheduledRequest(
-                request.request_id,
-                start,
-                num_tokens,
-                request.token_ids[start:end],
-                new_block_ids,
-                samples,
-            )
-        )
-        plan.requests.append(request)
-        plan.tokens_left -= num_tokens
-        request.num_computed_tokens = end
-        request.num_tokens += samples
-        request.num_steps_in_flight += 1
+        request.num_slots = len(block_ids) * self.kv.block_size
+        plan.place(request, min(request.num_uncomputed_tokens, plan.tokens_left), [])
 
     # ------------------------------------------------------------------ room
 
@@ -236,6 +223,7 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is request:
                 return None
+        request.num_slots += len(new_block_ids) * self.kv.block_size
         return new_block_ids
 
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
@@ -283,9 +271,8 @@ class Scheduler:
         if plan.scheduled:
             self._totals.step_tokens.append(plan.num_scheduled_tokens)
         deltas: list[TokenDelta] = []
-        any_ended = False
+        num_generated = 0
         for entry, request in zip(plan.scheduled, step.requests, strict=True):
-            request.num_steps_in_flight -= 1
             if request.status is FINISHED:  # ended while the step was out
                 continue
             if request.num_prompt_tokens_counted < request.num_prompt_tokens:
@@ -295,12 +282,11 @@ class Scheduler:
             delta = apply_result(entry, request, result, now)
             if delta is not None:
                 deltas.append(delta)
-                self._totals.generation_tokens += len(delta.token_ids)
+                num_generated += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._end(request, delta.finish_reason)
-                    any_ended = True
-        if any_ended:
-            self._drop_ended_from_running()
+        self._totals.generation_tokens += num_generated
+        self._drop_ended_from_running()
         return deltas
 
     def _commit(self, entry: ScheduledRequest, request: Request) -> None:
@@ -315,8 +301,6 @@ class Scheduler:
         """End the requests of a step that raised; nothing it should have written is used again."""
         step = self._retire(plan)
         now = self.clock()
-        for request in step.requests:
-            request.num_steps_in_flight -= 1
         # Rows the step should have given back may still be held; the worker ignores those that are
         # not. A request that has got a row since keeps it.
         self._released += [i for i in plan.released if not self._has_row(i)]
@@ -343,7 +327,7 @@ class Scheduler:
 
     def _lost_its_copy(self, victim: Request) -> bool:
         """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
-        if victim.status is SWAPPED and victim.num_steps_in_flight == 0:
+        if victim.status is SWAPPED and not self._is_in_flight(victim):
             self.swapped.remove(victim)
             self._requeue_for_recompute(victim)
             return False
@@ -351,15 +335,17 @@ class Scheduler:
 
     def _retire(self, plan: SchedulerOutput) -> LaunchedStep:
         step = self._launched.popleft()
+        self._num_retired += 1
         assert step.plan is plan, "steps must be retired in the order they were made"
         return step
 
     # ------------------------------------------------------------------ ends
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        """Free all of a request's blocks. Callers then drop it from `running`."""
+        """Free all of a request's blocks. Callers then `_drop_ended_from_running`."""
         if request.status is RUNNING:
             self._released.append(request.request_id)
+            self._any_ended = True
         elif request.status is WAITING:
             self.waiting.remove(request)
         else:
@@ -370,7 +356,9 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _drop_ended_from_running(self) -> None:
-        self.running = [r for r in self.running if r.status is RUNNING]
+        if self._any_ended:
+            self.running = [r for r in self.running if r.status is RUNNING]
+            self._any_ended = False
 
     # ------------------------------------------------------------------ looking in
 

@@ -190,12 +190,9 @@ class CountsPromptTokensAgain(Scheduler):
 
 @seeded
 class OverrunsTheBudget(Scheduler):
-    def _place(
-        self, request: Request, num_tokens: int, new_block_ids: list[int], plan: PlanBuilder
-    ) -> None:
-        super()._place(request, num_tokens, new_block_ids, plan)
-        if num_tokens > 1:
-            plan.tokens_left += 1
+    def _schedule_running(self, plan: PlanBuilder) -> None:
+        super()._schedule_running(plan)
+        plan.tokens_left += len(plan.scheduled)
 
 
 @seeded
