@@ -1,0 +1,40 @@
+"""Config and executor → a core whose parts agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve.config import CacheConfig, EngineConfig, SchedulerConfig
+from serve.engine.build import core_over
+from serve.errors import ConfigError
+from tests.fakes import VOCAB_SIZE, FakeExecutor, FakeInbox, FakeOutbox
+
+
+def test_what_the_worker_measured_sizes_the_rest() -> None:
+    executor = FakeExecutor(10, 8, num_host_blocks=3, max_num_batched_tokens=32)
+    config = EngineConfig(
+        cache=CacheConfig(block_size=8),
+        scheduler=SchedulerConfig(
+            max_num_seqs=5, preemption_mode="swap", scheduler_delay_factor=0.5
+        ),
+    )
+    core, ready = core_over(executor, config, FakeInbox(), FakeOutbox())
+    limits, kv = core.scheduler.limits, core.scheduler.kv
+    assert (kv.num_blocks, kv.block_size) == (ready.num_blocks, ready.block_size) == (10, 8)
+    assert ready.num_host_blocks == 3
+    assert ready.vocab_size == VOCAB_SIZE
+    assert limits.max_num_batched_tokens == ready.max_num_batched_tokens == 32
+    assert limits.max_num_seqs == ready.max_num_seqs == 5
+    assert limits.max_model_len == ready.max_model_len == 80
+    assert (limits.preemption_mode, limits.delay_factor) == ("swap", 0.5)
+    assert core.executor is executor
+
+
+def test_whole_prompts_that_cannot_fit_a_step_are_a_config_error_with_the_flag() -> None:
+    executor = FakeExecutor(10, 8, max_num_batched_tokens=32)
+    config = EngineConfig(
+        cache=CacheConfig(block_size=8), scheduler=SchedulerConfig(enable_chunked_prefill=False)
+    )
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
+        core_over(executor, config, FakeInbox(), FakeOutbox())
+    assert executor.closed
