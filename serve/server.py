@@ -143,7 +143,8 @@ class _Server:
         name = self._engine.model.names[0]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s", name, url)
-        body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+        messages = [{"role": "user", "content": "Hello!"}]
+        body = {"model": name, "messages": messages, "max_tokens": 60}
         logger.info(
             "try: curl %s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
             url,

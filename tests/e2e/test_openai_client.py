@@ -6,12 +6,15 @@ import asyncio
 import json
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import openai
 import pytest
 
 from tests.e2e.server_process import ServerProcess
 
+README = Path(__file__).parents[2] / "README.md"
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
@@ -25,11 +28,33 @@ def test_the_example_in_the_log_works_as_it_stands(default_server: ServerProcess
     command = re.search(r"try: (curl .*)", default_server.log)
     assert command
     done = subprocess.run(
-        ["bash", "-c", command[1]], capture_output=True, text=True, check=True, timeout=60
+        ["bash", "-c", command[1]], capture_output=True, text=True, check=True, timeout=120
     )
     answer = json.loads(done.stdout)
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["choices"][0]["message"]["content"]
+
+
+def readme_example(language: str, containing: str) -> str:
+    """The README's code block in `language` that contains these words."""
+    blocks = re.findall(r"```(\w*)\n(.*?)```", README.read_text(), re.DOTALL)
+    return next(text for kind, text in blocks if kind == language and containing in text)
+
+
+def test_readmes_curl_example_works(default_server: ServerProcess) -> None:
+    command = readme_example("", "curl ").replace("http://127.0.0.1:8000", default_server.url)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_readmes_python_example_works(default_server: ServerProcess) -> None:
+    code = readme_example("python", "OpenAI").replace("http://127.0.0.1:8000", default_server.url)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip()
 
 
 def test_a_chat_answer_makes_sense(api: openai.OpenAI) -> None:
