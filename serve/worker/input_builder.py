@@ -54,6 +54,17 @@ class ModelInput:
     prompt_scores: list[PromptScoreInput]
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which of the step's tokens belong to whom, in host memory: R requests in batch order."""
+
+    entries: list[ScheduledRequest]  # those with a single token first
+    rows: Rows
+    query_lens: Rows
+    seq_lens: Rows
+    ends: Rows  # just past each request's last token
+
+
 class InputBuilder:
     """Reads the rows and changes nothing."""
 
@@ -64,35 +75,27 @@ class InputBuilder:
 
     def build(self, plan: SchedulerOutput) -> ModelInput:
         """The tensors for `plan.scheduled`, which must not be empty."""
-        entries = [e for e in plan.scheduled if e.num_tokens == 1]
-        num_decode_rows = len(entries)
-        entries += [e for e in plan.scheduled if e.num_tokens != 1]
-
-        rows = np.array([self._rows.row_of(e.request_id) for e in entries], dtype=np.int64)
-        starts = np.array([e.start for e in entries], dtype=np.int64)
-        query_lens = np.array([e.num_tokens for e in entries], dtype=np.int64)
-        seq_lens = starts + query_lens
-        ends = query_lens.cumsum()  # past each request's last token among the step's T
-
-        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
-        token_rows = np.repeat(rows, query_lens)
+        layout = self._lay_out(plan.scheduled)
+        rows, seq_lens, ends = layout.rows, layout.seq_lens, layout.ends
+        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, layout.query_lens)
+        token_rows = np.repeat(rows, layout.query_lens)
         slots = self._slots(token_rows, positions)
         prompt_lens = self._rows.columns.num_prompt_tokens[token_rows]
-        known, in_flight = _token_ids(entries)
-        sampling = np.flatnonzero([e.samples for e in entries])
+        known, in_flight = _token_ids(layout.entries)
+        sampling = np.flatnonzero([e.samples for e in layout.entries])
 
         token_ids, positions_, slots_, prompt_lens_, last_tokens, sample_rows = self._send(
             (known, positions, slots, prompt_lens, ends[sampling] - 1, rows[sampling])
         )
         if in_flight:
-            self._fill_in_flight(token_ids, in_flight, rows[ends.searchsorted(in_flight, "right")])
+            self._fill_in_flight(token_ids, in_flight, token_rows[in_flight])
         return ModelInput(
             token_ids=token_ids,
             positions=positions_,
             prompt_lens=prompt_lens_,
-            attention=self._attention(rows, query_lens, seq_lens, ends, slots_, num_decode_rows),
+            attention=self._attention(layout, slots_),
             sample=SampleInput(
-                request_ids=[entries[i].request_id for i in sampling],
+                request_ids=[layout.entries[i].request_id for i in sampling.tolist()],
                 rows=rows[sampling],
                 positions=seq_lens[sampling],
                 rows_on_device=sample_rows,
@@ -100,28 +103,39 @@ class InputBuilder:
             )
             if sampling.size
             else None,
-            prompt_scores=self._prompt_scores(entries, rows, ends - query_lens),
+            prompt_scores=self._prompt_scores(layout),
         )
 
-    def _attention(
-        self, rows: Rows, query_lens: Rows, seq_lens: Rows, ends: Rows, slots: Tensor, decodes: int
-    ) -> AttentionMetadata:
-        max_seq_len = int(seq_lens.max())
+    def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> _Layout:
+        entries = sorted(scheduled, key=lambda entry: entry.num_tokens != 1)
+        count = len(entries)
+        starts = np.fromiter((e.start for e in entries), np.int64, count)
+        query_lens = np.fromiter((e.num_tokens for e in entries), np.int64, count)
+        return _Layout(
+            entries=entries,
+            rows=self._rows.rows_of([e.request_id for e in entries]),
+            query_lens=query_lens,
+            seq_lens=starts + query_lens,
+            ends=query_lens.cumsum(),
+        )
+
+    def _attention(self, layout: _Layout, slots: Tensor) -> AttentionMetadata:
+        max_seq_len = int(layout.seq_lens.max())
         num_columns = -(-max_seq_len // self._block_size)
-        table = self._rows.block_table[rows, :num_columns]
-        query_start_loc, seq_lens_, flat_table = self._send(
-            (np.concatenate(([0], ends)), seq_lens, table.ravel()), np.int32
+        table = self._rows.block_table[layout.rows, :num_columns]
+        query_start_loc, seq_lens, flat_table = self._send(
+            (np.concatenate(([0], layout.ends)), layout.seq_lens, table.ravel()), np.int32
         )
         return AttentionMetadata(
             query_start_loc=query_start_loc,
-            seq_lens=seq_lens_,
+            seq_lens=seq_lens,
             block_table=flat_table.view(table.shape),
             slot_mapping=slots,
-            num_decode_rows=decodes,
-            max_query_len=int(query_lens.max()),
+            num_decode_rows=int(np.count_nonzero(layout.query_lens == 1)),
+            max_query_len=int(layout.query_lens.max()),
             max_seq_len=max_seq_len,
-            query_lens_host=query_lens.tolist(),
-            seq_lens_host=seq_lens.tolist(),
+            query_lens_host=layout.query_lens.tolist(),
+            seq_lens_host=layout.seq_lens.tolist(),
         )
 
     def _slots(self, rows: Rows, positions: Rows) -> Rows:
@@ -134,21 +148,21 @@ class InputBuilder:
         places_, rows_ = self._send((np.array(places), rows))
         token_ids[places_] = self._rows.last_token[rows_]
 
-    def _prompt_scores(
-        self, entries: list[ScheduledRequest], rows: Rows, first_tokens: Rows
-    ) -> list[PromptScoreInput]:
-        found = []
-        for entry, row, first_token in zip(
-            entries, rows.tolist(), first_tokens.tolist(), strict=True
-        ):
-            prompt = self._rows.prompt_to_score(row)
-            if prompt is None:
-                continue
+    def _prompt_scores(self, layout: _Layout) -> list[PromptScoreInput]:
+        prompts, found = self._rows.prompts_to_score, []
+        for number, entry in enumerate(layout.entries if prompts else ()):
             # A token's logits score the one after it, so position 0 is never scored.
-            successors = prompt[entry.start + 1 : entry.start + entry.num_tokens + 1]
-            if successors:
-                num_top = self._rows.columns.params[row].prompt_logprobs or 0
-                found.append(PromptScoreInput(entry.request_id, first_token, successors, num_top))
+            first, last = entry.start + 1, entry.start + entry.num_tokens + 1
+            if successors := prompts.get(entry.request_id, [])[first:last]:
+                params = self._rows.columns.params[layout.rows[number]]
+                found.append(
+                    PromptScoreInput(
+                        request_id=entry.request_id,
+                        first_token=int(layout.ends[number]) - entry.num_tokens,
+                        next_token_ids=successors,
+                        num_top=params.prompt_logprobs or 0,
+                    )
+                )
         return found
 
     def _send(

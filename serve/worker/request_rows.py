@@ -31,7 +31,7 @@ class RequestRows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_by_request: dict[str, int] = {}
         self._num_blocks = [0] * num_rows
-        self._prompt_by_row: dict[int, list[int]] = {}
+        self.prompts_to_score: dict[str, list[int]] = {}  # of requests that want prompt logprobs
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
         self.columns = SamplingColumns(num_rows, vocab_size, seed)
@@ -44,7 +44,7 @@ class RequestRows:
             row = self._row_by_request.pop(request_id, None)
             if row is not None:
                 self._free.append(row)
-                self._prompt_by_row.pop(row, None)
+                self.prompts_to_score.pop(request_id, None)
                 self.counts.release(row)
                 self.last_tokens.release(row)
 
@@ -67,19 +67,16 @@ class RequestRows:
             )
         if sampling.prompt_logprobs is not None and len(request.token_ids) == num_prompt:
             # With generated tokens it comes back from preemption, and its prompt has been scored.
-            self._prompt_by_row[row] = request.token_ids[:num_prompt]
+            self.prompts_to_score[request.request_id] = request.token_ids
 
     def append_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Lengthen a request's block table."""
         self._append(self._row_by_request[request_id], block_ids)
 
-    def row_of(self, request_id: str) -> int:
-        """The request's row; it must have one."""
-        return self._row_by_request[request_id]
-
-    def prompt_to_score(self, row: int) -> list[int] | None:
-        """The prompt of a row that wants its log-probabilities."""
-        return self._prompt_by_row.get(row)
+    def rows_of(self, request_ids: Sequence[str]) -> Rows:
+        """The requests' rows; each must have one."""
+        rows = map(self._row_by_request.__getitem__, request_ids)
+        return np.fromiter(rows, np.int64, len(request_ids))
 
     def record(self, rows: Rows, rows_on_device: Tensor, token_ids: Tensor) -> None:
         """Note the tokens [S] just sampled for these rows, without waiting for them."""

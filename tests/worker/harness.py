@@ -62,7 +62,7 @@ class SamplerStand:
     def sample(self, logits: Tensor) -> SamplerOutput:
         """One step for all requests, in order; does not touch `logits`."""
         numbers = range(len(self.asked))
-        rows = np.array([self.rows.row_of(str(n)) for n in numbers], dtype=np.int64)
+        rows = self.rows.rows_of([str(n) for n in numbers])
         positions = np.array([len(a.prompt) + len(a.generated) for a in self.asked])
         return self.sampler.sample(logits.clone(), rows, positions)
 

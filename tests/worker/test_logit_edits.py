@@ -23,7 +23,7 @@ def edited(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
         rows.admit(row_data(str(number), request))
     editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu())
     result = logits.clone()
-    numbers = np.array([rows.row_of(str(n)) for n in range(len(asked))])
+    numbers = rows.rows_of([str(n) for n in range(len(asked))])
     positions = np.array([len(a.prompt) + len(a.generated) for a in asked])
     editor.apply(result, numbers, positions)
     return result

@@ -13,13 +13,13 @@ def test_rows_are_fixed_while_held_and_used_again_after_release() -> None:
     rows = make_rows(10, num_rows=2)
     rows.admit(row_data("a", Asked(PLAIN)))
     rows.admit(row_data("b", Asked(PLAIN)))
-    first = rows.row_of("a")
+    first = rows.rows_of(["a"])[0]
     rows.release(["b"])
     rows.admit(row_data("c", Asked(PLAIN)))
-    assert rows.row_of("a") == first
-    assert {rows.row_of("a"), rows.row_of("c")} == {0, 1}
+    assert rows.rows_of(["a"])[0] == first
+    assert {rows.rows_of(["a"])[0], rows.rows_of(["c"])[0]} == {0, 1}
     with pytest.raises(KeyError):
-        rows.row_of("b")
+        rows.rows_of(["b"])[0]
 
 
 def test_releasing_what_has_no_row_is_harmless() -> None:
@@ -45,7 +45,7 @@ def test_sampled_tokens_are_noted_where_the_next_step_and_the_penalties_find_the
     rows.admit(row_data("plain", Asked(PLAIN)))
     penalized = SamplingParams(presence_penalty=1.0, bad_words_token_ids=((1, 2),))
     rows.admit(row_data("penalized", Asked(penalized, prompt=[3])))
-    numbers = torch.tensor([rows.row_of("plain"), rows.row_of("penalized")])
+    numbers = torch.tensor([rows.rows_of(["plain"])[0], rows.rows_of(["penalized"])[0]])
     rows.record(numbers.numpy(), numbers, torch.tensor([7, 8]))
     assert rows.last_token[numbers].tolist() == [7, 8]
     generated, _ = rows.counts.of(numbers[1:].numpy())
@@ -59,9 +59,6 @@ def test_a_prompt_is_scored_only_before_the_first_generated_token() -> None:
     rows.admit(row_data("new", Asked(asked, prompt=[1, 2])))
     rows.admit(row_data("back", Asked(asked, prompt=[1, 2], generated=[3])))
     rows.admit(row_data("silent", Asked(PLAIN, prompt=[1, 2])))
-    assert rows.prompt_to_score(rows.row_of("new")) == [1, 2]
-    assert rows.prompt_to_score(rows.row_of("back")) is None
-    assert rows.prompt_to_score(rows.row_of("silent")) is None
-    row = rows.row_of("new")
+    assert rows.prompts_to_score == {"new": [1, 2]}
     rows.release(["new"])
-    assert rows.prompt_to_score(row) is None
+    assert rows.prompts_to_score == {}
