@@ -8,14 +8,16 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from serve import logs
 from serve.config import EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
-from serve.engine.ipc import EngineSocket, Launch
 from serve.errors import ConfigError
 from serve.messages import EngineDied, EngineReady
+
+if TYPE_CHECKING:
+    from serve.engine.ipc import EngineSocket, Launch
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ def _run(arguments: Sequence[str], build: CoreBuilder) -> int:
     address, lifeline = arguments
     _leave_signals_to_the_front()
     _end_with_the_front(int(lifeline))
+    from serve.engine.ipc import EngineSocket  # late: signals and lifeline come first
+
     channel = EngineSocket(address)
     launch = channel.receive_launch()
     logs.configure(launch.log_level)
