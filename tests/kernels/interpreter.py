@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def gpu_arithmetic() -> Iterator[None]:
-    """Round to bfloat16 as GPUs do, multiply bfloat16 matrices, let exp overflow to infinity.
+    """Round to bfloat16 as GPUs do, multiply bfloat16 matrices, let numbers overflow.
 
     Left alone, the interpreter cuts bfloat16 off instead of rounding, and its `tl.dot` multiplies
     the bit patterns as integers. Widening to fp32 loses nothing: a GPU's products are exact too.
@@ -38,7 +38,7 @@ def gpu_arithmetic() -> Iterator[None]:
         )
         return create_dot(self, a, b, *rest)
 
-    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore"):
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(interpreter, "_convert_float", convert)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         yield

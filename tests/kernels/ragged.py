@@ -61,6 +61,35 @@ class Step:
             ]
         )
 
+    def part(self, start: int, end: int) -> Step:
+        """The chunk of tokens [start, end) of a lone, whole prompt."""
+        assert self.meta.query_lens_host == self.meta.seq_lens_host, "not a whole prompt"
+        meta = metadata([end - start], [end], self.meta.block_table, self.meta.slot_mapping)
+        keys, values = ([x[0][:end]] for x in (self.keys, self.values))
+        return Step(self.query[start:end], keys, values, self.kv, meta)
+
+
+def together(last: Step, first: Step) -> Step:
+    """Both steps' requests as one step, the rows of `first` first."""
+    num_blocks, width = first.kv.shape[1], max(s.meta.block_table.shape[1] for s in (first, last))
+    tables = [
+        torch.nn.functional.pad(table, (0, width - table.shape[1]))
+        for table in (first.meta.block_table, last.meta.block_table + num_blocks)
+    ]
+    meta = metadata(
+        first.meta.query_lens_host + last.meta.query_lens_host,
+        first.meta.seq_lens_host + last.meta.seq_lens_host,
+        torch.cat(tables),
+        torch.cat([first.meta.slot_mapping, last.meta.slot_mapping]),
+    )
+    return Step(
+        torch.cat([first.query, last.query]),
+        first.keys + last.keys,
+        first.values + last.values,
+        torch.cat([first.kv, last.kv], dim=1),
+        meta,
+    )
+
 
 def make_step(
     backend: AttentionBackend,
@@ -99,21 +128,25 @@ def make_step(
         backend.write_kv(keys[-1], values[-1], kv, slots)
         new_slots.append(slots[seq_len - query_len :])
     query_lens = [query_len for query_len, _ in lens]
-    seq_lens = [seq_len for _, seq_len in lens]
-    starts = torch.tensor([0, *query_lens]).cumsum(0)
-    meta = AttentionMetadata(
-        query_start_loc=starts.int(),
+    meta = metadata(query_lens, [seq_len for _, seq_len in lens], table, torch.cat(new_slots))
+    query = normal(sum(query_lens), shape.num_heads, shape.head_dim)
+    return Step(query, keys, values, kv, meta)
+
+
+def metadata(
+    query_lens: list[int], seq_lens: list[int], block_table: Tensor, slot_mapping: Tensor
+) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.cat(new_slots),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
         num_decode_rows=sum(length == 1 for length in query_lens),
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
     )
-    query = normal(sum(query_lens), shape.num_heads, shape.head_dim)
-    return Step(query, keys, values, kv, meta)
 
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:

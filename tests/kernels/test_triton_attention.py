@@ -7,7 +7,8 @@ import torch
 
 from serve.kernels import reference
 from serve.kernels.triton import triton_kernels
-from tests.kernels.ragged import Options, Shape, make_step, relative_error
+from tests.kernels.interpreter import exact_dots
+from tests.kernels.ragged import Options, Shape, make_step, relative_error, together
 
 MIX = [(1, 1), (1, 75), (3, 3), (19, 83), (34, 34)]
 """Decodes at the very start and past two tiles; a short prompt; a chunk; a longer prompt."""
@@ -135,6 +136,26 @@ def test_padding_rows_of_a_captured_step_leave_the_others_alone() -> None:
 
     torch.testing.assert_close(out[:2].double(), exact, atol=1e-5, rtol=1e-5)
     assert torch.isfinite(out[2:]).all()
+
+
+@pytest.mark.parametrize("options", [Options(), Options(window=40)], ids=["plain", "window"])
+def test_batch_invariant_results_do_not_depend_on_company_or_chunks(options: Options) -> None:
+    backend = triton_kernels(batch_invariant=True).attention
+    whole = make_step(backend, Shape(), [(90, 90)])
+    company = make_step(backend, Shape(), [(1, 70), (5, 9)], seed=1)
+
+    with exact_dots():
+        expected = whole.attend(backend, options)
+        for lens in ([37, 53], [1, 64, 24, 1]):
+            start = 0
+            for length in lens:
+                step = together(whole.part(start, start + length), company)
+                out = step.attend(backend, options)
+                place = step.meta.query_lens_host[:-1]
+                torch.testing.assert_close(
+                    out[sum(place) :], expected[start : start + length], atol=0, rtol=0
+                )
+                start += length
 
 
 def test_a_step_without_tokens_is_an_empty_result() -> None:

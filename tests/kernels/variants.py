@@ -17,13 +17,14 @@ from serve.kernels.triton.kv_write import kv_write_kernel
 from serve.kernels.triton.matmul import matmul_kernel
 from serve.kernels.triton.norm import add_rms_norm_kernel, rms_norm_kernel
 from serve.kernels.triton.rope import rotary_kernel
+from serve.kernels.triton.sampling import draw_kernel, penalize_kernel
 from serve.kernels.triton.tiles import Tile, load_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 
-UNALIGNED = {"table_stride"}
+UNALIGNED = {"table_stride", "controls_stride"}
 """Integers of any value; all other strides are multiples of 16, and so are all pointers."""
 
 
@@ -158,6 +159,7 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
     yield variant("gated_act", gated_act_kernel, 4, N=14336, COLUMNS=1024, GELU=False)
     yield variant("block_copy", block_copy_kernel, 4, BLOCK_ELEMENTS=16384, PIECE=4096)
     yield variant("merge", merge_pieces_kernel, 4, **head, NUM_SPLITS=32, HAS_SINKS=True)
+    yield from sampling_kernels()
     tile = load_tiles(target).matmul(DTYPES[dtype])
     yield Variant(
         f"matmul {dtype}",
@@ -174,6 +176,22 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
         tile.num_warps,
         tile.num_stages,
     )
+
+
+def sampling_kernels() -> Iterator[Variant]:
+    """The draw and the penalties, for a vocabulary of 128,256."""
+    constants = {"VOCAB": 128_256, "TILE": 1024}
+    pointers = {
+        "logits_ptr": "*fp32",
+        "controls_ptr": "*fp32",
+        "keys_ptr": "*i32",
+        "generated_ptr": "*i32",
+        "in_prompt_ptr": "*i1",
+        "out_ptr": "*i64",
+    }
+    for kernel, num_warps in ((draw_kernel, 8), (penalize_kernel, 4)):
+        types = integers(kernel) | pointers
+        yield Variant(kernel.__name__, kernel, types, constants, num_warps)
 
 
 def integers(kernel: Any) -> dict[str, str]:

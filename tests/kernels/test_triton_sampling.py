@@ -1,0 +1,131 @@
+"""The draw and the penalties, interpreted, against the sampler's torch code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from serve.kernels.triton.sampling import draw, penalize
+from serve.worker.noise import gumbel, noise_keys, token_hashes
+
+VOCAB = 1500  # one whole tile and a part
+OFF = {"temperature": 1.0, "top_k": VOCAB, "top_p": 2.0, "min_p": 0.0}
+
+
+def controls(rows: int, **wishes: float) -> Tensor:
+    return torch.tensor([list((OFF | wishes).values())] * rows)
+
+
+def keys(rows: int, first_seed: int = 0) -> Tensor:
+    seeds = np.arange(first_seed, first_seed + rows)
+    return torch.from_numpy(noise_keys(seeds, np.full(rows, 17)))
+
+
+def twin(logits: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
+    """The same draw by sorting, in fp64."""
+    temperature, top_k, top_p, min_p = wishes.double().split(1, dim=1)
+    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
+    scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
+    ordered, ids = scaled.sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(torch.arange(VOCAB) >= top_k, -torch.inf)
+    mass = ordered.softmax(-1)
+    ordered = ordered.masked_fill(mass.cumsum(-1) - mass >= top_p, -torch.inf)
+    noise = gumbel(token_hashes(VOCAB, logits.device), keys).double()
+    return (scaled.scatter(1, ids, ordered) + noise).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.05},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 300, "top_p": 0.8, "min_p": 0.01},
+    ],
+    ids=str,
+)
+def test_every_row_draws_what_sorting_would_draw(wishes: dict[str, float]) -> None:
+    logits = torch.randn(6, VOCAB) * 3
+    asked = controls(6, **wishes)
+
+    assert draw(logits, asked, keys(6)).tolist() == twin(logits, asked, keys(6)).tolist()
+
+
+def test_rows_with_different_wishes_share_a_batch_and_a_seed_keeps_its_token() -> None:
+    logits = torch.randn(4, VOCAB) * 3
+    asked = torch.cat(
+        [controls(1, **w) for w in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5})]
+    )
+
+    together = draw(logits, asked, keys(4))
+
+    assert together.tolist() == twin(logits, asked, keys(4)).tolist()
+    for row in range(4):
+        alone = draw(logits[row : row + 1], asked[row : row + 1], keys(1, first_seed=row))
+        assert alone.item() == together[row]
+
+
+def test_temperature_zero_takes_the_first_of_the_most_likely() -> None:
+    logits = torch.randn(2, VOCAB)
+    logits[0, [7, 1300]] = 50.0
+    logits[1, 1400] = 50.0
+
+    assert draw(logits, controls(2, temperature=0.0), keys(2)).tolist() == [7, 1400]
+
+
+def test_equally_likely_tokens_at_the_edge_of_top_k_are_all_in_play() -> None:
+    logits = torch.full((12, VOCAB), -5.0)
+    logits[:, [3, 900, 1200]] = 1.0
+
+    assert set(draw(logits, controls(12, top_k=2), keys(12)).tolist()) == {3, 900, 1200}
+
+
+def test_a_row_that_allows_a_single_token_or_none_ends() -> None:
+    logits = torch.full((2, VOCAB), float("-inf"))
+    logits[0, 1234] = -2.0
+
+    drawn = draw(logits, controls(2, top_p=0.5, top_k=3), keys(2)).tolist()
+
+    assert drawn[0] == 1234
+    assert 0 <= drawn[1] < VOCAB
+
+
+def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
+    logits = torch.randn(3, VOCAB) * 1000
+
+    drawn = draw(logits, controls(3, temperature=1e-5, top_p=0.9), keys(3))
+
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+def test_penalties_equal_the_formulas_of_the_sampler() -> None:
+    logits = torch.randn(2, VOCAB) * 4
+    generated = torch.randint(0, 3, (2, VOCAB), dtype=torch.int32)
+    in_prompt = torch.rand(2, VOCAB) < 0.2
+    wishes = torch.tensor([[0.5, 0.25, 1.3], [-1.0, 0.0, 0.8]])
+    presence, frequency, repetition = wishes[:, :, None].unbind(1)
+    expected = torch.where(logits > 0, logits / repetition, logits * repetition)
+    expected = torch.where((generated > 0) | in_prompt, expected, logits)
+    expected -= frequency * generated + presence * (generated > 0)
+
+    penalize(logits, wishes, generated, in_prompt)
+
+    torch.testing.assert_close(logits, expected)
+
+
+def test_no_rows_draw_nothing() -> None:
+    none = torch.zeros(0, VOCAB)
+
+    assert draw(none, controls(0).reshape(0, 4), keys(0)).shape == (0,)
+    penalize(none, torch.zeros(0, 3), none.int(), none.bool())
+
+
+def test_keys_of_another_batch_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        draw(torch.zeros(2, VOCAB), controls(2), keys(3))
