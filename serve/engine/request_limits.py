@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from serve.engine.served_model import ServedModel
@@ -61,11 +61,12 @@ def _max_tokens(num_prompt_tokens: int, wanted: int | None, ready: EngineReady) 
     return room if wanted is None else wanted
 
 
-def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{name} holds token id {token_id}, which is not within the vocabulary "
-                f"(0 … {vocab_size - 1}).",
-                param=name,
-            )
+def _check_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(
+        f"{name} holds token id {wrong}, which is not within the vocabulary "
+        f"(0 … {vocab_size - 1}).",
+        param=name,
+    )
