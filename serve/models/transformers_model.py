@@ -215,7 +215,28 @@ def load_transformers_model(
             f"{checkpoint.path}: {type(hf_model).__name__} has no separate base model"
         )
     hf_model = hf_model.to(device).eval().requires_grad_(False)
-    return TransformersModel(hf_model, kernels, _max_position(config))
+    try:
+        model = TransformersModel(hf_model, kernels, _max_position(config))
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{checkpoint.path}: model type {config.model_type!r} does not run over a paged "
+            f"cache: {error}"
+        ) from error
+    _check_heads(model, checkpoint, kernels)
+    return model
+
+
+def _check_heads(model: TransformersModel, checkpoint: Checkpoint, kernels: Kernels) -> None:
+    """The kernels were chosen by the config's word; the model's caches are what they get."""
+    if not model.cache_layers:
+        raise ConfigError(f"{checkpoint.path}: no layer of this model uses our attention")
+    possible = kernels.attention.limits.head_dims
+    for layer in model.cache_layers:
+        if possible is not None and layer.head_dim not in possible:
+            raise ConfigError(
+                f"{checkpoint.path}: heads of size {layer.head_dim}, which the {kernels.name} "
+                "kernels cannot serve; use --attention-backend reference"
+            )
 
 
 def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, seed: int) -> Any:

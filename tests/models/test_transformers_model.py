@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from serve.errors import ConfigError
+from serve.kernels import reference
+from serve.kernels.base import BackendLimits
 from serve.models.checkpoint import open_checkpoint
+from serve.models.registry import build_model
 from tests.tiny_models import (
     MIXED_SCHEDULE,
     OTHERS,
@@ -76,6 +80,22 @@ def test_a_model_without_the_attention_interface_is_refused(tmp_path: Path) -> N
 
     with pytest.raises(ConfigError, match="'mamba'"):
         load(tmp_path)
+
+
+def test_head_sizes_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "gpt2")
+    attention = reference.ReferenceAttention()
+    attention.limits = BackendLimits(head_dims=(16, 32))
+
+    with pytest.raises(ConfigError, match="heads of size 8"):
+        build_model(
+            open_checkpoint(tmp_path, "auto"),
+            kernels=dataclasses.replace(reference.kernels(), attention=attention),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            impl="auto",
+            seed=0,
+        )
 
 
 def test_dummy_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
