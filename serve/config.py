@@ -124,12 +124,21 @@ class SchedulerConfig:
     """Wait this many times the last prompt step's duration before prefilling, to batch prompts."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     """What happens to a preempted request's KV: dropped, or copied to host memory and back."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: first come, first served; priority: lower priority first, urgent work may preempt."""
+    max_num_queued_reqs: int | None = None
+    """Refuse requests (429) while this many wait that cannot start at once; default: no limit."""
+    max_num_queued_tokens: int | None = None
+    """Refuse requests (429) whose prompt would make more tokens wait; default: no limit."""
 
     def __post_init__(self) -> None:
         budget, delay = self.max_num_batched_tokens, self.scheduler_delay_factor
         _require(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "at least 1")
         _require(budget is None or budget >= 1, "max-num-batched-tokens", budget, "at least 1")
         _require(delay >= 0, "scheduler-delay-factor", delay, "0 or more")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            limit = getattr(self, name)
+            _require(limit is None or limit >= 1, name.replace("_", "-"), limit, "at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

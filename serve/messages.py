@@ -35,7 +35,7 @@ class AddRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     arrival_time: float
-    priority: int = 0
+    priority: int = 0  # lower is served first; counts with --scheduling-policy priority
     cache_salt: str | None = None  # prefixes are shared only among requests with the same salt
 
 
@@ -114,6 +114,7 @@ class TokenDelta(NamedTuple):
     error: str | None = None  # with FinishReason.ERROR
     times: RequestTimes | None = None  # with finish_reason
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    retry_after_s: float | None = None  # with an error: the queue was full; come back then
 
 
 @dataclass(frozen=True, slots=True)
