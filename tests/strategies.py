@@ -54,6 +54,7 @@ def add_request(
     max_tokens: int,
     *,
     arrival_time: float = 0.0,
+    priority: int = 0,
     **sampling: object,
 ) -> AddRequest:
     """An AddRequest; an int prompt is that many distinct-looking tokens."""
@@ -64,6 +65,7 @@ def add_request(
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
         arrival_time=arrival_time,
+        priority=priority,
     )
 
 
@@ -100,6 +102,7 @@ def random_workload(rng: Random) -> Workload:
             enable_chunked_prefill=chunked,
             delay_factor=rng.choice([0.0, 0.0, 0.5, 3.0]),
             preemption_mode=rng.choice(["recompute", "swap", "auto"]),
+            policy=rng.choice(["fcfs", "priority"]),
         ),
         num_blocks=num_blocks,
         block_size=block_size,
@@ -129,7 +132,8 @@ def _random_arrival(rng: Random, request_id: str, longest: int) -> Arrival:
     )
     turn = rng.randint(0, 3 if rng.random() < 0.6 else 30)
     abort_turn = turn + rng.randint(0, 40) if rng.random() < 0.25 else None
-    return Arrival(AddRequest(request_id, prompt, sampling, arrival_time=turn), turn, abort_turn)
+    message = AddRequest(request_id, prompt, sampling, turn, priority=rng.choice([0, 0, 0, -1, 1]))
+    return Arrival(message, turn, abort_turn)
 
 
 def workloads() -> st.SearchStrategy[Workload]:
@@ -264,13 +268,18 @@ def check_run(run: Run, workload: Workload) -> None:
     check_answers(run, workload)
     check_totals(run, workload)
     check_drained(run)
-    bound = most_preemptions(workload)
-    assert all(n <= bound for n in run.preemptions.values()), (run.preemptions, bound)
+    for arrival in workload.arrivals:
+        times = run.preemptions.get(arrival.message.request_id, 0)
+        assert times <= most_preemptions(arrival.message, workload), (arrival, times)
 
 
-def most_preemptions(workload: Workload) -> int:
-    """How often one request may be preempted: the headroom doubles until it fills the pool."""
-    return workload.num_blocks.bit_length() + 2
+def most_preemptions(message: AddRequest, workload: Workload) -> int:
+    """How often a request may be preempted: the headroom doubles until it fills the pool, and every
+    more urgent request may push it out once more."""
+    others = (arrival.message for arrival in workload.arrivals)
+    num_more_urgent = sum(other.priority < message.priority for other in others)
+    by_policy = num_more_urgent if workload.limits.policy == "priority" else 0
+    return workload.num_blocks.bit_length() + 2 + by_policy
 
 
 def check_totals(run: Run, workload: Workload) -> None:

@@ -38,6 +38,9 @@ def core_over(
             enable_chunked_prefill=scheduling.enable_chunked_prefill,
             delay_factor=scheduling.scheduler_delay_factor,
             preemption_mode=scheduling.preemption_mode,
+            policy=scheduling.scheduling_policy,
+            max_num_queued_reqs=scheduling.max_num_queued_reqs,
+            max_num_queued_tokens=scheduling.max_num_queued_tokens,
         )
     except ValueError as error:
         executor.close()

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.errors import EngineDead, RequestError
+from serve.errors import EngineDead, QueueFull, RequestError
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -133,12 +133,20 @@ class EngineCore:
             return
         try:
             self.scheduler.add(message)
+        except QueueFull as error:
+            self._refuse(message, str(error), error.retry_after_s)
         except RequestError as error:
             self._refuse(message, str(error))
 
-    def _refuse(self, message: AddRequest, reason: str) -> None:
+    def _refuse(self, message: AddRequest, reason: str, retry_after_s: float | None = None) -> None:
         self._refused.append(
-            TokenDelta(message.request_id, [], finish_reason=FinishReason.ERROR, error=reason)
+            TokenDelta(
+                message.request_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error=reason,
+                retry_after_s=retry_after_s,
+            )
         )
 
     def _launch(self, plan: SchedulerOutput) -> PendingTokens:

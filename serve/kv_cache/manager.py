@@ -8,7 +8,7 @@ the copy out of it is still only planned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.block_pool import BlockPool
@@ -65,6 +65,16 @@ class KVCacheManager:
     def num_host_blocks_used(self) -> int:
         """Host blocks that swapped-out requests hold."""
         return self._host.num_used
+
+    def num_blocks_needed(self, num_tokens: int, matched: Sequence[int] = ()) -> int:
+        """Free blocks that a new table takes; a matched one that nobody holds is among them."""
+        unmatched = self.num_blocks_for(num_tokens) - len(matched)
+        return unmatched + self._device.num_free_among(matched)
+
+    def num_blocks_only_held_by(self, request_ids: Iterable[str]) -> int:
+        """Device blocks that would be free if these requests were gone."""
+        held = Counter(i for name in request_ids for i in self._tables[name].block_ids)
+        return sum(1 for i, holds in held.items() if self._device.ref_count(i) == holds)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -178,12 +188,10 @@ class KVCacheManager:
         self, request_id: str, num_tokens: int, matched: Sequence[int], keep_free: int
     ) -> list[int] | None:
         table = BlockTable(self.block_size)
-        missing = self.num_blocks_for(num_tokens) - len(matched)
-        # A matched block that nobody holds is free now, and will not be.
-        if missing + keep_free + self._device.num_free_among(matched) > self._device.num_free:
+        if self.num_blocks_needed(num_tokens, matched) + keep_free > self._device.num_free:
             return None
         self._device.share(matched)
-        added = self._take(missing, 0)
+        added = self._take(self.num_blocks_for(num_tokens) - len(matched), 0)
         assert added is not None
         table.extend([*matched, *added])
         table.num_indexed = len(matched)

@@ -22,6 +22,9 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     delay_factor: float = 0.0
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs >= 1, self.max_num_seqs

@@ -23,6 +23,7 @@ class RequestQueue:
         self._by_arrival: list[tuple[float, int, Request]] = []
         self._ticket_of: dict[Request, int] = {}  # the live entry of each request
         self._next_ticket = 0
+        self.num_tokens = 0  # of all queued requests together
 
     def __len__(self) -> int:
         return len(self._ticket_of)
@@ -40,6 +41,7 @@ class RequestQueue:
         ticket = self._next_ticket
         self._next_ticket += 1
         self._ticket_of[request] = ticket
+        self.num_tokens += request.num_tokens
         priority, number = request.order
         never_ran = int(request.num_preemptions == 0)
         heapq.heappush(self._by_order, ((priority, never_ran, number), ticket, request))
@@ -66,6 +68,7 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Take out a queued request."""
         del self._ticket_of[request]
+        self.num_tokens -= request.num_tokens
         if len(self._by_order) + len(self._by_arrival) > 4 * len(self._ticket_of) + 64:
             self._sweep()
 

@@ -54,6 +54,11 @@ class Request:
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     @property
+    def priority(self) -> int:
+        """Lower is more urgent; equal for all without the priority policy."""
+        return self.order[0]
+
+    @property
     def num_in_flight(self) -> int:
         """Tokens sampled, or to be sampled, by launched steps and not yet known here."""
         return self.num_tokens - len(self.token_ids)

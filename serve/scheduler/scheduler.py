@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
+from serve.scheduler.back_pressure import BackPressure
 from serve.scheduler.invariants import check_scheduler
+from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.preemption import PreemptionMode, choose_mode, headroom
+from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.progress import apply_result, count_prompt_tokens
 from serve.scheduler.queues import RequestQueue
 from serve.scheduler.request import Request, RequestStatus, make_request
@@ -28,15 +29,6 @@ from serve.scheduler.totals import Totals
 
 RUNNING, WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
 SWAPPED, FINISHED = RequestStatus.SWAPPED, RequestStatus.FINISHED
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A plan given out, and the requests it is about (ids may be reused, objects are not)."""
-
-    plan: SchedulerOutput
-    requests: list[Request]  # of plan.scheduled, entry by entry
-    preempted: list[Request]
 
 
 class Scheduler:
@@ -59,23 +51,29 @@ class Scheduler:
         self.swapped = RequestQueue()
         self.running: list[Request] = []  # by Request.order
         self._any_ended = False  # whether `running` still holds one that has ended
-        self._launched: deque[LaunchedStep] = deque()
-        self._num_retired = 0
+        self._launched = LaunchedSteps()
         self._released: list[str] = []  # rows to give back in the next plan
         self._totals = Totals()
         self._num_arrived = 0
         self._watermark = max(1, kv.num_blocks // 100)
-        self._last_schedule_time = 0.0
-        self._last_was_prompt = False
-        self._last_prompt_latency = 0.0
+        self._delay = PrefillDelay(limits.delay_factor)
+        self._back_pressure = BackPressure(limits)
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request. Raises RequestError for one that could never run."""
+        """Queue a request. Raises RequestError for one that can never run, or not be queued now."""
         check_fits(message, self.limits, self.kv.num_blocks * self.kv.block_size)
+        self._back_pressure.check(
+            len(message.prompt_token_ids),
+            num_waiting=len(self.waiting),
+            num_tokens=self.waiting.num_tokens,
+            num_rows=self.limits.max_num_seqs - len(self.running),
+            now=self.clock(),
+        )
         assert message.request_id not in self.requests, f"{message.request_id} is already here"
-        request = make_request(message, (0, self._num_arrived), self.kv.block_size)
+        priority = message.priority if self.limits.policy == "priority" else 0
+        request = make_request(message, (priority, self._num_arrived), self.kv.block_size)
         self._num_arrived += 1
         self.requests[request.request_id] = request
         self.waiting.push(request)
@@ -101,19 +99,21 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step's plan; empty when nothing can or need be done before another retires."""
         now = self.clock()
-        may_start = self._waited_long_enough(now)
-        number = self._num_retired + len(self._launched) + 1
-        plan = PlanBuilder(number, self.limits.max_num_batched_tokens, self._released)
+        plan = PlanBuilder(
+            self._launched.next_number, self.limits.max_num_batched_tokens, self._released
+        )
         self._released = []
+        self._delay.begin_step(now)
+        may_start = self._delay.allows(now, self.waiting.earliest_arrival(), len(self.running))
+        if self.limits.policy == "priority" and may_start:
+            self._make_way_for_urgent(plan)
         self._schedule_running(plan)
         if not plan.preempted:  # what was just evicted must not come back in the same step
-            self._schedule_swapped(plan, now)
-            if may_start and not self.swapped:
-                self._schedule_waiting(plan, now)
+            self._schedule_queued(plan, now, may_start)
+        self._delay.end_step(plan.has_prompt or plan.num_tokens > len(plan.scheduled))
         output = plan.build()
-        self._last_was_prompt = plan.has_prompt or plan.num_tokens > len(plan.scheduled)
         if output:
-            self._launched.append(LaunchedStep(output, plan.requests, plan.preempted))
+            self._launched.launch(output, plan)
         return output
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
@@ -130,38 +130,59 @@ class Scheduler:
             else:
                 break
 
-    def _schedule_swapped(self, plan: PlanBuilder, now: float) -> None:
-        while plan.tokens_left and (request := self._next_of(self.swapped)):
-            copies = self.kv.swap_in(
-                request.request_id, request.num_tokens, keep_free=self._headroom(request)
-            )
-            if copies is None:
+    def _schedule_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
+        """Admit while there is budget, a row and room. Nobody overtakes the next in line."""
+        while plan.tokens_left and len(self.running) < self.limits.max_num_seqs:
+            request = self._next_in_line()
+            if request is None or self._launched.name(request):
+                return  # while its last step is out, its tokens are not all known
+            if request.status is SWAPPED:
+                admitted = self._swap_in(request, plan)
+            else:
+                admitted = may_start and self._start(request, plan)
+            if not admitted:
                 return
-            self.swapped.remove(request)
-            plan.swap_in += copies
             self._admit(request, plan, now)
 
-    def _schedule_waiting(self, plan: PlanBuilder, now: float) -> None:
-        while plan.tokens_left and (request := self._next_of(self.waiting)):
-            matched = self._match_prefix(request)
-            num_matched_tokens = len(matched) * self.kv.block_size
-            num_lacking = request.num_uncomputed_tokens - num_matched_tokens
-            if not self.limits.enable_chunked_prefill and num_lacking > plan.tokens_left:
-                return
-            # Blocks for all known tokens, however few run now: a prompt that was begun must not
-            # find the pool full half way.
-            room = self.kv.grow(
-                request.request_id,
-                request.num_tokens,
-                matched=matched,
-                keep_free=self._headroom(request),
-            )
-            if room is None:
-                return
-            self.waiting.remove(request)
-            self._start_at(request, num_matched_tokens)
-            plan.has_prompt = True
-            self._admit(request, plan, now)
+    def _next_in_line(self) -> Request | None:
+        """Swapped-out requests go first, except before more urgent ones."""
+        swapped, waiting = self.swapped.peek(), self.waiting.peek()
+        if swapped is None or (waiting is not None and waiting.priority < swapped.priority):
+            return waiting
+        return swapped
+
+    def _swap_in(self, request: Request, plan: PlanBuilder) -> bool:
+        """Bring a request's KV back if there is room."""
+        copies = self.kv.swap_in(
+            request.request_id, request.num_tokens, keep_free=self._headroom(request)
+        )
+        if copies is None:
+            return False
+        self.swapped.remove(request)
+        plan.swap_in += copies
+        return True
+
+    def _start(self, request: Request, plan: PlanBuilder) -> bool:
+        """Give a waiting request its blocks if there is room."""
+        matched = self._match_prefix(request)
+        num_matched_tokens = len(matched) * self.kv.block_size
+        num_lacking = request.num_uncomputed_tokens - num_matched_tokens
+        if not self.limits.enable_chunked_prefill and num_lacking > plan.tokens_left:
+            return False
+        # Blocks for all known tokens, however few run now: a prompt that was begun must not find
+        # the pool full half way.
+        room = self.kv.grow(
+            request.request_id,
+            request.num_tokens,
+            matched=matched,
+            keep_free=self._headroom(request),
+        )
+        if room is None:
+            return False
+        self.waiting.remove(request)
+        self._start_at(request, num_matched_tokens)
+        plan.has_prompt = True
+        return True
 
     def _match_prefix(self, request: Request) -> list[int]:
         if not self.kv.enable_prefix_caching:
@@ -178,24 +199,12 @@ class Scheduler:
             self._totals.prefix_cache_queries += request.num_tokens
             self._totals.prefix_cache_hits += num_matched_tokens
 
-    def _next_of(self, queue: RequestQueue) -> Request | None:
-        """The head of a queue if it may take a row now; nobody overtakes the head."""
-        if len(self.running) >= self.limits.max_num_seqs:
-            return None
-        request = queue.peek()
-        if request is None or self._is_in_flight(request):
-            return None  # while its last step is out, its tokens are not all known
-        return request
-
-    def _is_in_flight(self, request: Request) -> bool:
-        """Whether a step that names the request has not been retired."""
-        return request.last_step > self._num_retired
-
     def _admit(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """Give a row to a request that has its blocks, and its first tokens."""
         request.status = RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            self._back_pressure.note_start(now)
         insort(self.running, request, key=attrgetter("order"))
         block_ids = self.kv.block_ids(request.request_id)
         plan.admitted.append(
@@ -226,6 +235,38 @@ class Scheduler:
         request.num_slots += len(new_block_ids) * self.kv.block_size
         return new_block_ids
 
+    def _make_way_for_urgent(self, plan: PlanBuilder) -> None:
+        """Preempt running requests for a more urgent one that finds no row or room.
+
+        It is admitted in the next step. Equal priorities never displace each other. Comes before
+        anything is placed, so that no victim is in the plan.
+        """
+        urgent = self._next_in_line()
+        if urgent is None or self._launched.name(urgent):
+            return
+        victims = [r for r in reversed(self.running) if r.priority > urgent.priority]
+        if not victims or not self._would_help(urgent, victims):
+            return
+        for victim in victims:  # the tail of `running`, which is in order of priority
+            if len(self.running) < self.limits.max_num_seqs and self._lacks(urgent) <= 0:
+                return
+            self.running.remove(victim)
+            self._preempt(victim, plan)
+
+    def _would_help(self, urgent: Request, victims: list[Request]) -> bool:
+        """Whether the request could be admitted with all of the victims gone: none goes in vain."""
+        num_staying = len(self.running) - len(victims)
+        freed = self.kv.num_blocks_only_held_by([victim.request_id for victim in victims])
+        room = headroom(urgent, num_staying, self._watermark)
+        needed = self.kv.num_blocks_needed(urgent.num_tokens) + room
+        return num_staying < self.limits.max_num_seqs and needed <= self.kv.num_blocks_free + freed
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that must become free before a queued request can be admitted; 0 or less: none."""
+        matched = self._match_prefix(request) if request.status is WAITING else []
+        needed = self.kv.num_blocks_needed(request.num_tokens, matched) + self._headroom(request)
+        return needed - self.kv.num_blocks_free
+
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
         plan.released.append(victim.request_id)
         plan.preempted.append(victim)
@@ -250,23 +291,11 @@ class Scheduler:
     def _headroom(self, request: Request) -> int:
         return headroom(request, len(self.running), self._watermark)
 
-    def _waited_long_enough(self, now: float) -> bool:
-        """Whether waiting requests may start: `delay_factor` lets them gather, to be batched."""
-        if self._last_was_prompt:
-            self._last_prompt_latency = now - self._last_schedule_time
-        self._last_schedule_time = now
-        if self.limits.delay_factor <= 0 or not self.running:
-            return True
-        earliest = self.waiting.earliest_arrival()
-        if earliest is None:
-            return True
-        return now - earliest > self.limits.delay_factor * self._last_prompt_latency
-
     # ------------------------------------------------------------------ taking in a step's result
 
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
         """Append the tokens of the oldest step still out; end and free what has finished."""
-        step = self._retire(plan)
+        step = self._launched.retire(plan)
         now = self.clock()
         if plan.scheduled:
             self._totals.step_tokens.append(plan.num_scheduled_tokens)
@@ -299,7 +328,7 @@ class Scheduler:
 
     def fail(self, plan: SchedulerOutput, reason: str) -> list[TokenDelta]:
         """End the requests of a step that raised; nothing it should have written is used again."""
-        step = self._retire(plan)
+        step = self._launched.retire(plan)
         now = self.clock()
         # Rows the step should have given back may still be held; the worker ignores those that are
         # not. A request that has got a row since keeps it.
@@ -327,17 +356,11 @@ class Scheduler:
 
     def _lost_its_copy(self, victim: Request) -> bool:
         """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
-        if victim.status is SWAPPED and not self._is_in_flight(victim):
+        if victim.status is SWAPPED and not self._launched.name(victim):
             self.swapped.remove(victim)
             self._requeue_for_recompute(victim)
             return False
         return victim.status is not WAITING
-
-    def _retire(self, plan: SchedulerOutput) -> LaunchedStep:
-        step = self._launched.popleft()
-        self._num_retired += 1
-        assert step.plan is plan, "steps must be retired in the order they were made"
-        return step
 
     # ------------------------------------------------------------------ ends
 
@@ -364,21 +387,11 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The state now, the totals, and the sizes of steps retired since the last call."""
-        return EngineStats(
+        return self._totals.stats(
+            self.kv,
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_swapped=len(self.swapped),
-            num_blocks_used=self.kv.num_blocks_used,
-            num_blocks=self.kv.num_blocks,
-            num_host_blocks_used=self.kv.num_host_blocks_used,
-            num_host_blocks=self.kv.num_host_blocks,
-            total_preemptions_recompute=self._totals.preemptions[PreemptionMode.RECOMPUTE],
-            total_preemptions_swap=self._totals.preemptions[PreemptionMode.SWAP],
-            total_prompt_tokens=self._totals.prompt_tokens,
-            total_generation_tokens=self._totals.generation_tokens,
-            total_prefix_cache_queries=self._totals.prefix_cache_queries,
-            total_prefix_cache_hits=self._totals.prefix_cache_hits,
-            step_tokens=self._totals.take_step_tokens(),
         )
 
     def check_invariants(self) -> None:

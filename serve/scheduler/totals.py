@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from serve.kv_cache.manager import KVCacheManager
+from serve.messages import EngineStats
 from serve.scheduler.preemption import PreemptionMode
 
 
@@ -20,7 +22,24 @@ class Totals:
     )
     step_tokens: list[int] = field(default_factory=list)  # of steps retired since last taken
 
-    def take_step_tokens(self) -> list[int]:
-        """Hand over the sizes of the steps retired since the last call."""
-        taken, self.step_tokens = self.step_tokens, []
-        return taken
+    def stats(
+        self, kv: KVCacheManager, *, num_running: int, num_waiting: int, num_swapped: int
+    ) -> EngineStats:
+        """The message to the front. Step sizes are handed over: each is told once."""
+        step_tokens, self.step_tokens = self.step_tokens, []
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_swapped=num_swapped,
+            num_blocks_used=kv.num_blocks_used,
+            num_blocks=kv.num_blocks,
+            num_host_blocks_used=kv.num_host_blocks_used,
+            num_host_blocks=kv.num_host_blocks,
+            total_preemptions_recompute=self.preemptions[PreemptionMode.RECOMPUTE],
+            total_preemptions_swap=self.preemptions[PreemptionMode.SWAP],
+            total_prompt_tokens=self.prompt_tokens,
+            total_generation_tokens=self.generation_tokens,
+            total_prefix_cache_queries=self.prefix_cache_queries,
+            total_prefix_cache_hits=self.prefix_cache_hits,
+            step_tokens=step_tokens,
+        )

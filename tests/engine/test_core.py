@@ -298,3 +298,16 @@ def test_max_tokens_zero_scores_the_prompt_and_ends_with_length() -> None:
     assert [len(delta.prompt_logprobs or []) for delta in deltas] == [4, 1]
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     check_drained(run)
+
+
+# ---------------------------------------------------------------------------- back-pressure
+
+
+def test_a_full_queue_is_told_with_the_time_to_come_back() -> None:
+    run = make(max_num_seqs=1, max_num_queued_reqs=2)
+    messages = [add_request(f"r{i}", 3, 3) for i in range(5)]
+    serve(run, [*messages])
+    refused = [run.outbox.deltas(f"r{i}")[-1] for i in (3, 4)]
+    assert all(delta.finish_reason is FinishReason.ERROR for delta in refused)
+    assert all(delta.retry_after_s == 1.0 for delta in refused)
+    assert all(text_of(run, message) == reference(message) for message in messages[:3])

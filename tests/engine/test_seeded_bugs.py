@@ -14,7 +14,6 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.messages import FinishReason, TokenDelta
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder
-from serve.scheduler.queues import RequestQueue
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import FakeExecutor
@@ -107,8 +106,29 @@ class CopiesSwappedBlocksAfterTheForward(FakeExecutor):
 
 @seeded
 class ReadmitsAVictimInFlight(Scheduler):
-    def _next_of(self, queue: RequestQueue) -> Request | None:
-        return queue.peek() if len(self.running) < self.limits.max_num_seqs else None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._launched.name = lambda request: False  # type: ignore[method-assign]
+
+
+@seeded
+class SwapsOutAndInInOneStep(Scheduler):
+    def _schedule_running(self, plan: PlanBuilder) -> None:
+        super()._schedule_running(plan)
+        plan.preempted = []
+
+    def _headroom(self, request: Request) -> int:
+        return 0
+
+
+@seeded
+class EqualsDisplaceEachOther(Scheduler):
+    """Ties broken by arrival: the older of two equal requests pushes the younger out."""
+
+    def _make_way_for_urgent(self, plan: PlanBuilder) -> None:
+        urgent = self._next_in_line()
+        if urgent is not None and not self._launched.name(urgent) and self.running:
+            self._preempt(self.running.pop(), plan)
 
 
 @seeded
@@ -198,9 +218,10 @@ class OverrunsTheBudget(Scheduler):
 @seeded
 class TakesInTokensOfTheEnded(Scheduler):
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
+        requests = self._launched._steps[0].requests
         late = [
             TokenDelta(entry.request_id, result.token_ids[entry.request_id])
-            for entry, request in zip(plan.scheduled, self._launched[0].requests, strict=True)
+            for entry, request in zip(plan.scheduled, requests, strict=True)
             if request.status is RequestStatus.FINISHED and entry.samples
         ]
         return super().update(plan, result) + late
