@@ -187,7 +187,7 @@ class ServerConfig:
     """Serve /metrics without an API key."""
     allowed_origins: tuple[str, ...] = ("*",)
     """Origins whose web pages may call the server (CORS)."""
-    max_request_bytes: int = 16 * 2**20
+    max_request_bytes: int = 4 * 2**20
     """Largest request body; larger ones are refused with 413."""
     max_logprobs: int = 20
     """Most alternatives per token that a request may ask for in logprobs."""

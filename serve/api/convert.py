@@ -9,15 +9,14 @@ from typing import Any
 
 from serve.api.errors import Unsupported
 from serve.api.protocol.common import GenerationRequest
+from serve.api.protocol.completions import MAX_PROMPTS
 from serve.api.service import Service
 from serve.engine.tokenizer import Tokenizer
 from serve.errors import InvalidRequest, PromptTooLong
 from serve.sampling_params import SamplingParams
 
-MAX_CHOICES = 1024
+MAX_CHOICES = MAX_PROMPTS
 MAX_CHARS_PER_TOKEN = 256  # no text comes near this on average
-MAX_STOP_STRINGS = 64
-MAX_BAD_WORDS = 256
 
 # Fields that SamplingParams has under the same name.
 _SAME_NAME = (
@@ -174,10 +173,7 @@ def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings.", param="stop")
-    return strings
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def _allowed_ids(ids: list[int] | None) -> tuple[int, ...]:
@@ -202,10 +198,8 @@ async def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     """Each word's ids, as it is written at the start of a text and after a space."""
     if not words:
         return ()
-    if len(words) > MAX_BAD_WORDS or any(not word.strip() for word in words):
-        raise InvalidRequest(
-            f"bad_words takes at most {MAX_BAD_WORDS} words, none of them empty.", param="bad_words"
-        )
+    if any(not word.strip() for word in words):
+        raise InvalidRequest("bad_words must not hold an empty word.", param="bad_words")
     spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
     encoded = await asyncio.gather(
         *(tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings)

@@ -32,6 +32,7 @@ from serve.errors import (
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PATH_PART_CHARS = 64
+RESTART_TIME_S = 10  # what a supervisor may need to start the server again
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ def error_response(error: Exception) -> Response:
     headers = {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, EngineDead):
+        headers["Retry-After"] = str(RESTART_TIME_S)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return Response(
@@ -147,7 +150,7 @@ def error_response(error: Exception) -> Response:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """The most specific of pydantic's complaints in one sentence, and how many more there are."""
+    """The most specific of pydantic's complaints in one sentence."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     # Of the members of a union, the one that got furthest is the one that was meant.
     first = max(details, key=lambda detail: field_path(detail["loc"]).count("."))
@@ -155,9 +158,7 @@ def from_validation(error: ValidationError) -> InvalidRequest:
     if first["type"] == "missing":
         return MissingField(f"{path} is required.", param=path)
     problem = first["msg"].removeprefix("Value error, ").rstrip(".")
-    others = len({d["loc"][:2] for d in details}) - 1
-    more = f" ({others} more fields are wrong.)" if others else ""
-    return InvalidRequest(f"{path or 'body'}: {problem}.{more}", param=path or None)
+    return InvalidRequest(f"{path or 'body'}: {problem}.", param=path or None)
 
 
 def field_path(location: Sequence[int | str]) -> str:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from serve.api.protocol.common import (
     GenerationRequest,
+    Listed,
     PromptLogprobs,
     RequestModel,
     ResponseModel,
@@ -44,13 +45,13 @@ class Message(RequestModel):
     """One turn. Further keys reach the chat template as they are."""
 
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | Listed[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[Listed[Message], Field(min_length=1, max_length=8192)]
 
 
 class TemplateFields(RequestModel):
@@ -61,8 +62,8 @@ class TemplateFields(RequestModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
 

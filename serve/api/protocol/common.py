@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -16,6 +16,18 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)]
 """An integer of at most 64 bits; never a boolean, never text."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+T = TypeVar("T")
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first bad item ends the validation: a body may hold a million of them."""
+
+MAX_BIASES = 4096
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"takes at most {MAX_BIASES} entries")
+    return value
 
 
 class RequestModel(BaseModel):
@@ -55,15 +67,15 @@ class GenerationRequest(RequestModel):
     frequency_penalty: Finite | None = None
     repetition_penalty: Finite | None = None
     seed: Whole | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Annotated[Listed[str], Field(max_length=64)] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, Finite] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, Finite], BeforeValidator(_few)] | None = None
+    allowed_token_ids: Listed[TokenId] | None = None
+    bad_words: Annotated[Listed[str], Field(max_length=256)] | None = None
     prompt_logprobs: Whole | None = None
     truncate_prompt_tokens: Whole | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve.api.protocol.chat import Messages, TemplateFields
-from serve.api.protocol.common import RequestModel, ResponseModel, TokenId
+from serve.api.protocol.common import Listed, RequestModel, ResponseModel, TokenId
 
 
 class TokenizeRequest(TemplateFields):
@@ -29,7 +29,7 @@ class DetokenizeRequest(RequestModel):
     """Ids to turn into text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
     skip_special_tokens: bool | None = None
 
 
