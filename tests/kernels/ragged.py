@@ -23,6 +23,7 @@ class Shape:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def make_step(
     random = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random, dtype=torch.float64).to(shape.dtype)
+        return torch.randn(*size, generator=random, dtype=torch.float64).to(
+            shape.device, shape.dtype
+        )
 
     block_counts = [-(-seq_len // shape.block_size) for _, seq_len in lens]
     num_blocks = sum(block_counts)
@@ -112,6 +115,7 @@ def make_step(
         backend.kv_shape(num_blocks + 3, shape.block_size, shape.num_kv_heads, shape.head_dim),
         float("nan"),
         dtype=shape.dtype,
+        device=shape.device,
     )
     block_ids = torch.randperm(num_blocks + 2, generator=random)[:num_blocks] + 1
     table = torch.zeros(len(lens), max(block_counts) + padding, dtype=torch.int32)
@@ -125,10 +129,13 @@ def make_step(
         positions = torch.arange(seq_len)
         slots = own[positions // shape.block_size] * shape.block_size
         slots += positions % shape.block_size
+        slots = slots.to(shape.device)
         backend.write_kv(keys[-1], values[-1], kv, slots)
         new_slots.append(slots[seq_len - query_len :])
     query_lens = [query_len for query_len, _ in lens]
-    meta = metadata(query_lens, [seq_len for _, seq_len in lens], table, torch.cat(new_slots))
+    meta = metadata(
+        query_lens, [seq_len for _, seq_len in lens], table.to(shape.device), torch.cat(new_slots)
+    )
     query = normal(sum(query_lens), shape.num_heads, shape.head_dim)
     return Step(query, keys, values, kv, meta)
 
@@ -136,9 +143,10 @@ def make_step(
 def metadata(
     query_lens: list[int], seq_lens: list[int], block_table: Tensor, slot_mapping: Tensor
 ) -> AttentionMetadata:
+    device = block_table.device
     return AttentionMetadata(
-        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_table=block_table,
         slot_mapping=slot_mapping,
         num_decode_rows=sum(length == 1 for length in query_lens),
@@ -157,8 +165,8 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, options: Options)
     scores = torch.einsum("lhd,shd->hls", query, key) * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    distance = torch.arange(key.shape[0] - query_len, key.shape[0])[:, None]
-    distance = distance - torch.arange(key.shape[0])
+    positions = torch.arange(key.shape[0], device=key.device)
+    distance = positions[key.shape[0] - query_len :, None] - positions
     visible = distance >= 0
     if options.window is not None:
         visible &= distance < options.window

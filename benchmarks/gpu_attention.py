@@ -1,0 +1,95 @@
+"""Speed of decode and prefill attention over a shuffled paged cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_machine import Machine, Rates
+from serve.kernels.base import AttentionMetadata
+from serve.kernels.triton import triton_kernels
+
+
+def decode_table(machine: Machine, rates: Rates) -> list[dict[str, float]]:
+    """Keys and values read per second, per batch and context, and the share of copy bandwidth."""
+    rows = []
+    for batch in machine.decode_batches:
+        for context in machine.decode_contexts:
+            time = attention_seconds(machine, query_lens=[1] * batch, seq_lens=[context] * batch)
+            num_bytes = 2 * batch * context * machine.num_kv_heads * machine.head_dim
+            gb_s = num_bytes * machine.dtype.itemsize / time / 1e9
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "microseconds": time * 1e6,
+                    "   GB/s": gb_s,
+                    "share of copy": gb_s / rates.copy_gb_s,
+                }
+            )
+    return rows
+
+
+def prefill_table(machine: Machine, rates: Rates) -> list[dict[str, float]]:
+    """Rate of one causal prompt, its share of the matmul rate, and torch's attention beside it."""
+    rows = []
+    for length in machine.prefill_lens:
+        time = attention_seconds(machine, query_lens=[length], seq_lens=[length])
+        flops = 2 * length * length * machine.num_heads * machine.head_dim  # half of them masked
+        tflop_s = flops / time / 1e12
+        rows.append(
+            {
+                "length": length,
+                "microseconds": time * 1e6,
+                "TFLOP/s": tflop_s,
+                "share of matmul": tflop_s / rates.matmul_tflop_s,
+                "times torch's speed": torch_seconds(machine, length) / time,
+            }
+        )
+    return rows
+
+
+def attention_seconds(machine: Machine, query_lens: list[int], seq_lens: list[int]) -> float:
+    """Time of one layer's attention, the blocks of all requests shuffled together."""
+    backend = triton_kernels().attention
+    blocks_per_row = -(-max(seq_lens) // machine.block_size)
+    num_blocks = blocks_per_row * len(seq_lens)
+    kv = torch.empty(
+        backend.kv_shape(
+            num_blocks + 1, machine.block_size, machine.num_kv_heads, machine.head_dim
+        ),
+        dtype=machine.dtype,
+        device=machine.device,
+    ).normal_()
+    table = torch.randperm(num_blocks, device=machine.device).view(len(seq_lens), -1) + 1
+    query = _normal(machine, sum(query_lens), machine.num_heads)
+    meta = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int().to(machine.device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=machine.device),
+        block_table=table.int(),
+        slot_mapping=torch.zeros(len(query), dtype=torch.int64, device=machine.device),
+        num_decode_rows=sum(length == 1 for length in query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    scale = machine.head_dim**-0.5
+    return machine.seconds(lambda: backend.attend(query, kv, meta, scale=scale))
+
+
+def torch_seconds(machine: Machine, length: int) -> float:
+    """The same prompt through scaled_dot_product_attention on contiguous keys and values."""
+    query = _normal(machine, length, machine.num_heads).transpose(0, 1)[None]
+    key, value = (
+        _normal(machine, length, machine.num_kv_heads).transpose(0, 1)[None] for _ in range(2)
+    )
+    return machine.seconds(
+        lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    )
+
+
+def _normal(machine: Machine, tokens: int, heads: int) -> Tensor:
+    shape = (tokens, heads, machine.head_dim)
+    return torch.empty(shape, dtype=machine.dtype, device=machine.device).normal_()

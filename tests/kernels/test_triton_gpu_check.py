@@ -1,0 +1,31 @@
+"""The prepared GPU run goes through from end to end where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_dry_run_checks_every_kernel_and_writes_its_report(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert all(check["passed"] for check in report["conformance"])
+    checked = " ".join(check["name"] for check in report["conformance"])
+    for kernel in ("attention", "norm", "rotary", "silu", "linear", "swap", "draw"):
+        assert kernel in checked, checked
+    assert report["rates"]["copy_gb_s"] > 0
+    assert [row["batch"] for row in report["decode_attention"]] == [1, 2]
+    assert report["prefill_attention"][0]["times torch's speed"] > 0
+    assert "share of matmul" in run.stdout.splitlines()[-2], "the table comes last"
