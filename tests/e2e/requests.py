@@ -12,7 +12,7 @@ import httpx
 
 from tests.e2e.server_process import ServerProcess
 
-WAIT_S = 60
+WAIT_S = 120
 
 
 def completion(prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:

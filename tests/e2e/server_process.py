@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 START_TIMEOUT_S = 240
-END_TIMEOUT_S = 60
+END_TIMEOUT_S = 240
 _READY = re.compile(r"serving (\S+) at (http://\S+)")
 
 
