@@ -120,6 +120,12 @@ class SchedulerConfig:
     """Token budget of a step; auto: 2048, or 8192 on GPUs of 70 GiB and more."""
     enable_chunked_prefill: bool = True
     """Split prompts across steps to share the budget with decodes; off: whole prompts only."""
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens one request gets in a step; longer prompts are long. 0: no such limit."""
+    max_num_partial_prefills: int | None = None
+    """Most prompts that may be begun and not finished at once; default: no limit."""
+    max_long_partial_prefills: int | None = None
+    """Most long ones among them, so that shorter prompts pass by; default: no limit."""
     scheduler_delay_factor: float = 0.0
     """Wait this many times the last prompt step's duration before prefilling, to batch prompts."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
@@ -136,7 +142,14 @@ class SchedulerConfig:
         _require(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "at least 1")
         _require(budget is None or budget >= 1, "max-num-batched-tokens", budget, "at least 1")
         _require(delay >= 0, "scheduler-delay-factor", delay, "0 or more")
-        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        threshold = self.long_prefill_token_threshold
+        _require(threshold >= 0, "long-prefill-token-threshold", threshold, "0 or more")
+        for name in (
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        ):
             limit = getattr(self, name)
             _require(limit is None or limit >= 1, name.replace("_", "-"), limit, "at least 1")
 
