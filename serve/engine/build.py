@@ -39,6 +39,9 @@ def core_over(
             delay_factor=scheduling.scheduler_delay_factor,
             preemption_mode=scheduling.preemption_mode,
             policy=scheduling.scheduling_policy,
+            long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
+            max_num_partial_prefills=scheduling.max_num_partial_prefills,
+            max_long_partial_prefills=scheduling.max_long_partial_prefills,
             max_num_queued_reqs=scheduling.max_num_queued_reqs,
             max_num_queued_tokens=scheduling.max_num_queued_tokens,
         )

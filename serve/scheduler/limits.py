@@ -25,6 +25,9 @@ class SchedulerLimits:
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = None
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs >= 1, self.max_num_seqs
@@ -35,6 +38,21 @@ class SchedulerLimits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and "
                 f"max_model_len is {self.max_model_len}"
             )
+
+    @property
+    def max_share(self) -> int:
+        """Most tokens one request gets in a step; prompts above it are long.
+
+        Several partial prefills need a share below the budget, or the first takes it all: 4 % of
+        the context unless set, as in vLLM before its version 1.
+        """
+        if not self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
+        if self.long_prefill_token_threshold:
+            return min(self.long_prefill_token_threshold, self.max_num_batched_tokens)
+        if self.max_num_partial_prefills is not None and self.max_num_partial_prefills > 1:
+            return max(1, min(self.max_model_len * 4 // 100, self.max_num_batched_tokens))
+        return self.max_num_batched_tokens
 
 
 def kv_tokens_at_most(num_prompt_tokens: int, max_tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from serve.kv_cache.block_copy import BlockCopy
+from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 from serve.scheduler.request import Request
 
@@ -10,13 +11,17 @@ from serve.scheduler.request import Request
 class PlanBuilder:
     """What has been put into this step so far, and the token budget that is left.
 
-    `number` counts launched steps from 1.
+    `number` counts launched steps from 1. A request is partial when this step leaves some of its
+    known tokens for later, long when it has more of them than its share of a step.
     """
 
     __slots__ = (
-        "_budget",
+        "_limits",
         "admitted",
         "has_prompt",
+        "max_share",
+        "num_long_partial",
+        "num_partial",
         "number",
         "preempted",
         "released",
@@ -27,10 +32,13 @@ class PlanBuilder:
         "tokens_left",
     )
 
-    def __init__(self, number: int, token_budget: int, released: list[str]) -> None:
+    def __init__(self, number: int, limits: SchedulerLimits, released: list[str]) -> None:
         self.number = number
-        self._budget = token_budget
-        self.tokens_left = token_budget
+        self._limits = limits
+        self.tokens_left = limits.max_num_batched_tokens
+        self.max_share = limits.max_share
+        self.num_partial = 0
+        self.num_long_partial = 0
         self.scheduled: list[ScheduledRequest] = []
         self.requests: list[Request] = []  # of `scheduled`, entry by entry
         self.admitted: list[RowData] = []
@@ -43,7 +51,7 @@ class PlanBuilder:
     @property
     def num_tokens(self) -> int:
         """Tokens put in so far."""
-        return self._budget - self.tokens_left
+        return self._limits.max_num_batched_tokens - self.tokens_left
 
     def place(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
         """Put in a request's next tokens; they count as computed from here on."""
@@ -66,6 +74,32 @@ class PlanBuilder:
         request.last_step = self.number
         if samples:
             request.num_tokens += 1
+        elif end < request.num_tokens:
+            self.num_partial += 1
+            self.num_long_partial += request.num_tokens > self.max_share
+
+    def share_of(self, num_tokens: int) -> int:
+        """How many of so many tokens of a request can go into this step."""
+        return min(num_tokens, self.max_share, self.tokens_left)
+
+    def may_start(self, request: Request, num_lacking: int) -> bool:
+        """Whether a request may be begun, or brought back, that lacks so many tokens.
+
+        Not when it would be one partial prefill too many; nor, without chunking, when it would be
+        partial at all.
+        """
+        limits = self._limits
+        if self.share_of(num_lacking) == num_lacking:
+            return True
+        if not limits.enable_chunked_prefill:
+            return False
+        return within(self.num_partial, limits.max_num_partial_prefills) and (
+            request.num_tokens <= self.max_share or self.may_start_long()
+        )
+
+    def may_start_long(self) -> bool:
+        """Whether another long prompt may be partial."""
+        return within(self.num_long_partial, self._limits.max_long_partial_prefills)
 
     def build(self) -> SchedulerOutput:
         """The finished plan."""
@@ -78,3 +112,8 @@ class PlanBuilder:
             copy=[],
             num_scheduled_tokens=self.num_tokens,
         )
+
+
+def within(count: int, limit: int | None) -> bool:
+    """Whether there may be one more."""
+    return limit is None or count < limit

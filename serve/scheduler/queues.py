@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from serve.scheduler.request import Request
@@ -13,13 +14,16 @@ _Entry = tuple[tuple[int, int, int], int, Request]
 class RequestQueue:
     """A heap: begun requests before those that never ran, then by `Request.order`.
 
-    Within one priority, that is: whoever was preempted comes back before anything new starts.
+    Within one priority, that is: whoever was preempted comes back before anything new starts. Those
+    with more than `long_above` tokens can be passed over.
     Removal marks the entry dead, and the dead are swept when they outnumber the living, so every
     operation is O(log n) or better however many wait.
     """
 
-    def __init__(self) -> None:
-        self._by_order: list[_Entry] = []
+    def __init__(self, long_above: int | None = None) -> None:
+        self._long_above = math.inf if long_above is None else long_above
+        self._short: list[_Entry] = []
+        self._long: list[_Entry] = []
         self._by_arrival: list[tuple[float, int, Request]] = []
         self._ticket_of: dict[Request, int] = {}  # the live entry of each request
         self._next_ticket = 0
@@ -44,17 +48,19 @@ class RequestQueue:
         self.num_tokens += request.num_tokens
         priority, number = request.order
         never_ran = int(request.num_preemptions == 0)
-        heapq.heappush(self._by_order, ((priority, never_ran, number), ticket, request))
+        heap = self._long if request.num_tokens > self._long_above else self._short
+        heapq.heappush(heap, ((priority, never_ran, number), ticket, request))
         heapq.heappush(self._by_arrival, (request.arrival_time, ticket, request))
 
     def peek(self) -> Request | None:
         """The next to be served, or None."""
-        while self._by_order:
-            _, ticket, request = self._by_order[0]
-            if self._ticket_of.get(request) == ticket:
-                return request
-            heapq.heappop(self._by_order)
-        return None
+        heads = [head for head in (self._head(self._short), self._head(self._long)) if head]
+        return min(heads)[2] if heads else None
+
+    def peek_short(self) -> Request | None:
+        """The next to be served that is not long, or None."""
+        head = self._head(self._short)
+        return None if head is None else head[2]
 
     def earliest_arrival(self) -> float | None:
         """When the longest waiting one arrived, or None."""
@@ -69,11 +75,21 @@ class RequestQueue:
         """Take out a queued request."""
         del self._ticket_of[request]
         self.num_tokens -= request.num_tokens
-        if len(self._by_order) + len(self._by_arrival) > 4 * len(self._ticket_of) + 64:
+        num_entries = len(self._short) + len(self._long) + len(self._by_arrival)
+        if num_entries > 4 * len(self._ticket_of) + 64:
             self._sweep()
 
+    def _head(self, heap: list[_Entry]) -> _Entry | None:
+        while heap:
+            if self._ticket_of.get(heap[0][2]) == heap[0][1]:
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
     def _sweep(self) -> None:
-        self._by_order = [e for e in self._by_order if self._ticket_of.get(e[2]) == e[1]]
+        self._short = [e for e in self._short if self._ticket_of.get(e[2]) == e[1]]
+        self._long = [e for e in self._long if self._ticket_of.get(e[2]) == e[1]]
         self._by_arrival = [e for e in self._by_arrival if self._ticket_of.get(e[2]) == e[1]]
-        heapq.heapify(self._by_order)
+        for heap in (self._short, self._long):
+            heapq.heapify(heap)
         heapq.heapify(self._by_arrival)

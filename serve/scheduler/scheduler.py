@@ -19,7 +19,7 @@ from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
-from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.plan_builder import PlanBuilder, within
 from serve.scheduler.preemption import PreemptionMode, choose_mode, headroom
 from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.progress import apply_result, count_prompt_tokens
@@ -47,7 +47,7 @@ class Scheduler:
         self.limits = limits
         self.clock = clock
         self.requests: dict[str, Request] = {}  # all but finished ones
-        self.waiting = RequestQueue()
+        self.waiting = RequestQueue(long_above=limits.max_share)
         self.swapped = RequestQueue()
         self.running: list[Request] = []  # by Request.order
         self._any_ended = False  # whether `running` still holds one that has ended
@@ -99,9 +99,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step's plan; empty when nothing can or need be done before another retires."""
         now = self.clock()
-        plan = PlanBuilder(
-            self._launched.next_number, self.limits.max_num_batched_tokens, self._released
-        )
+        plan = PlanBuilder(self._launched.next_number, self.limits, self._released)
         self._released = []
         self._delay.begin_step(now)
         may_start = self._delay.allows(now, self.waiting.earliest_arrival(), len(self.running))
@@ -119,8 +117,8 @@ class Scheduler:
     def _schedule_running(self, plan: PlanBuilder) -> None:
         for request in self.running:  # preemption shortens it at the far end only
             num_tokens = request.num_uncomputed_tokens
-            if num_tokens > plan.tokens_left:
-                num_tokens = plan.tokens_left
+            if num_tokens > 1 or not plan.tokens_left:
+                num_tokens = plan.share_of(num_tokens)
             if num_tokens == 0:
                 continue
             if request.num_computed_tokens + num_tokens <= request.num_slots:
@@ -133,7 +131,7 @@ class Scheduler:
     def _schedule_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
         """Admit while there is budget, a row and room. Nobody overtakes the next in line."""
         while plan.tokens_left and len(self.running) < self.limits.max_num_seqs:
-            request = self._next_in_line()
+            request = self._next_in_line(plan)
             if request is None or self._launched.name(request):
                 return  # while its last step is out, its tokens are not all known
             if request.status is SWAPPED:
@@ -144,15 +142,21 @@ class Scheduler:
                 return
             self._admit(request, plan, now)
 
-    def _next_in_line(self) -> Request | None:
-        """Swapped-out requests go first, except before more urgent ones."""
-        swapped, waiting = self.swapped.peek(), self.waiting.peek()
+    def _next_in_line(self, plan: PlanBuilder) -> Request | None:
+        """Swapped-out requests go first, except before more urgent ones.
+
+        Long prompts are passed over while as many as may be are partial.
+        """
+        swapped = self.swapped.peek()
+        waiting = self.waiting.peek() if plan.may_start_long() else self.waiting.peek_short()
         if swapped is None or (waiting is not None and waiting.priority < swapped.priority):
             return waiting
         return swapped
 
     def _swap_in(self, request: Request, plan: PlanBuilder) -> bool:
         """Bring a request's KV back if there is room."""
+        if not plan.may_start(request, request.num_uncomputed_tokens):
+            return False
         copies = self.kv.swap_in(
             request.request_id, request.num_tokens, keep_free=self._headroom(request)
         )
@@ -166,8 +170,7 @@ class Scheduler:
         """Give a waiting request its blocks if there is room."""
         matched = self._match_prefix(request)
         num_matched_tokens = len(matched) * self.kv.block_size
-        num_lacking = request.num_uncomputed_tokens - num_matched_tokens
-        if not self.limits.enable_chunked_prefill and num_lacking > plan.tokens_left:
+        if not plan.may_start(request, request.num_uncomputed_tokens - num_matched_tokens):
             return False
         # Blocks for all known tokens, however few run now: a prompt that was begun must not find
         # the pool full half way.
@@ -217,7 +220,7 @@ class Scheduler:
             )
         )
         request.num_slots = len(block_ids) * self.kv.block_size
-        plan.place(request, min(request.num_uncomputed_tokens, plan.tokens_left), [])
+        plan.place(request, plan.share_of(request.num_uncomputed_tokens), [])
 
     # ------------------------------------------------------------------ room
 
@@ -241,7 +244,7 @@ class Scheduler:
         It is admitted in the next step. Equal priorities never displace each other. Comes before
         anything is placed, so that no victim is in the plan.
         """
-        urgent = self._next_in_line()
+        urgent = self._next_in_line(plan)
         if urgent is None or self._launched.name(urgent):
             return
         victims = [r for r in reversed(self.running) if r.priority > urgent.priority]
@@ -256,10 +259,21 @@ class Scheduler:
     def _would_help(self, urgent: Request, victims: list[Request]) -> bool:
         """Whether the request could be admitted with all of the victims gone: none goes in vain."""
         num_staying = len(self.running) - len(victims)
+        if num_staying >= self.limits.max_num_seqs or not self._may_be_partial_beside(num_staying):
+            return False
         freed = self.kv.num_blocks_only_held_by([victim.request_id for victim in victims])
         room = headroom(urgent, num_staying, self._watermark)
         needed = self.kv.num_blocks_needed(urgent.num_tokens) + room
-        return num_staying < self.limits.max_num_seqs and needed <= self.kv.num_blocks_free + freed
+        return needed <= self.kv.num_blocks_free + freed
+
+    def _may_be_partial_beside(self, num_staying: int) -> bool:
+        """Whether the first of `running` leave room for another partial prefill, of any length."""
+        limits = self.limits
+        partial = [r for r in self.running[:num_staying] if r.num_uncomputed_tokens > 1]
+        num_long = sum(r.num_tokens > limits.max_share for r in partial)
+        return within(len(partial), limits.max_num_partial_prefills) and within(
+            num_long, limits.max_long_partial_prefills
+        )
 
     def _lacks(self, request: Request) -> int:
         """Blocks that must become free before a queued request can be admitted; 0 or less: none."""

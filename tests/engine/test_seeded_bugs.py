@@ -126,7 +126,7 @@ class EqualsDisplaceEachOther(Scheduler):
     """Ties broken by arrival: the older of two equal requests pushes the younger out."""
 
     def _make_way_for_urgent(self, plan: PlanBuilder) -> None:
-        urgent = self._next_in_line()
+        urgent = self._next_in_line(plan)
         if urgent is not None and not self._launched.name(urgent) and self.running:
             self._preempt(self.running.pop(), plan)
 

@@ -76,6 +76,18 @@ def test_the_queue_agrees_with_a_sorted_list(actions: list[tuple[bool, int]]) ->
         assert set(queue) == set(model.values())
 
 
+def test_long_requests_can_be_passed_over() -> None:
+    queue = RequestQueue(long_above=5)
+    long = make_request(add_request("long", 6, 2), (0, 0), 4)
+    short, shorter = request(1), request(2)
+    for r in (shorter, long, short):
+        queue.push(r)
+    assert (queue.peek(), queue.peek_short()) == (long, short)
+    queue.remove(short)
+    queue.remove(shorter)
+    assert (queue.peek(), queue.peek_short()) == (long, None)
+
+
 def test_removed_requests_do_not_pile_up() -> None:
     queue = RequestQueue()
     keep = request(0)
@@ -84,5 +96,5 @@ def test_removed_requests_do_not_pile_up() -> None:
         passing = request(number)
         queue.push(passing)
         queue.remove(passing)
-    assert len(queue._by_order) < 100
+    assert len(queue._short) < 100
     assert queue.peek() is keep
