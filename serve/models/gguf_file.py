@@ -2,6 +2,8 @@
 
 The `gguf` package's own reader makes an array object per vocabulary entry, which takes seconds for
 a real model; this one steps over the vocabulary. Format: the GGUF v2/v3 specification of ggml.
+The package knows the quantizations; it is imported where it is needed, so that serving safetensors
+does not need it.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
 
 _SCALARS: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i",
@@ -82,13 +85,15 @@ class GGUFFile:
 
     def load(self, tensor: GGUFTensor) -> Tensor:
         """A tensor's values, dequantized to fp32."""
+        from gguf.quants import dequantize
+
         raw = np.frombuffer(
             self._bytes[tensor.start : tensor.start + tensor.num_bytes], dtype=np.uint8
         )
         values: np.ndarray[Any, np.dtype[np.float32]]
-        if tensor.kind == GGMLQuantizationType.F32:
+        if tensor.kind.name == "F32":
             values = raw.view(np.float32)
-        elif tensor.kind == GGMLQuantizationType.F16:
+        elif tensor.kind.name == "F16":
             values = raw.view(np.float16).astype(np.float32)
         else:
             # Rows of quantized blocks; the package wants them apart.
@@ -122,6 +127,8 @@ class _Header:
         ]
 
     def _entry(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+        from gguf.constants import GGMLQuantizationType
+
         name = self._string()
         shape = tuple(self._scalar("<Q") for _ in range(self._scalar("<I")))
         kind = GGMLQuantizationType(self._scalar("<I"))
@@ -153,6 +160,8 @@ class _Header:
 
 
 def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    from gguf.constants import GGML_QUANT_SIZES
+
     block_len, block_bytes = GGML_QUANT_SIZES[kind]
     count = math.prod(shape)
     if count % block_len:
