@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve.kernels.cpu.linear import narrowest, pack_panels
+from serve.kernels.cpu.linear import narrowest, panels_of
 from tests.kernels.cpu_kernels import compiled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -93,7 +93,7 @@ def test_weights_are_kept_in_the_narrowest_type_that_loses_nothing(dtype: torch.
 def test_panels_hold_sixteen_outputs_side_by_side() -> None:
     weight = torch.arange(20 * 3).view(20, 3).float()
 
-    panels = pack_panels(weight)
+    panels = panels_of(weight)
 
     assert panels.shape == (2, 3, 16)
     assert torch.equal(panels[0, 1], weight[:16, 1])

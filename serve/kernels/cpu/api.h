@@ -13,6 +13,10 @@ extern "C" {
 serve::Pool* serve_pool_create(int32_t num_threads);
 void serve_pool_destroy(serve::Pool* pool);
 
+// Asks for 2 MiB pages behind page-aligned memory not yet touched: a few per cent of a step, which
+// reads all weights through the address translation.
+void serve_advise_huge_pages(void* memory, int64_t num_bytes);
+
 // result[num_rows, out] = rows[num_rows, in] · weights + bias; bias may be null.
 // weights: [ceil(out / 16), in, 16] in storage 0 = fp32, 1 = fp16, 2 = bf16.
 void serve_linear(serve::Pool* pool, int32_t storage, const float* rows, int64_t num_rows,

@@ -166,7 +166,7 @@ class SpanAttention {
         with_rows(num_rows, [&]<int R>() {
           multiply_tile<R, 1>(query_ + row * dim_, dim_, &panel, stride, dim_,
                               scores_ + row * kSpan + at - start, kSpan, false,
-                              [](const float* p) { return load(p); });
+                              [](const float* p, int64_t) { return load(p); });
         });
       });
     }
@@ -235,7 +235,7 @@ class SpanAttention {
           const float* panel = values + i;
           multiply_tile<R, 1>(scores_ + row * kSpan + at, kSpan, &panel, dim_, count,
                               state.values + row * dim_ + i, dim_, true,
-                              [](const float* p) { return load(p); });
+                              [](const float* p, int64_t) { return load(p); });
         }
       });
       at += count;

@@ -68,6 +68,9 @@ class Library:
         self.pool: int = create(self.num_threads)
         weakref.finalize(self, destroy, self.pool)
 
+        self.advise_huge_pages = functions.serve_advise_huge_pages
+        self.advise_huge_pages.argtypes = [c_void_p, c_int64]
+        self.advise_huge_pages.restype = None
         self.linear = functions.serve_linear
         self.linear.argtypes = [c_void_p, c_int32, c_void_p, *ints * 3, *pointers * 3]
         self.rms_norm = functions.serve_rms_norm

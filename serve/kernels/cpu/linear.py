@@ -10,29 +10,45 @@ from serve.kernels.base import PackedLinear
 from serve.kernels.cpu.library import Library, as_rows
 
 _PANEL = 16  # outputs side by side in memory: kLanes in simd.h
+_PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_SLAB_BYTES = 32 << 20
 _STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class LinearPacker:
-    """Packs weights for the C++ kernel; a `PackLinearFn`."""
+    """Packs weights for the C++ kernel, side by side in huge pages; a `PackLinearFn`."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._slab = torch.empty(0, dtype=torch.uint8)  # the rest of the slab last made
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return CpuLinear(self._library, weight, bias)
+        panels = panels_of(narrowest(weight))
+        packed = self._take(panels.nbytes).view(panels.dtype).view(panels.shape).copy_(panels)
+        return CpuLinear(self._library, packed, weight.shape[0], bias)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """Memory that lives as long as the returned tensor (or a neighbour in its slab)."""
+        if self._slab.nbytes < num_bytes:
+            size = max(_SLAB_BYTES, -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE)
+            memory = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+            self._slab = memory[-memory.data_ptr() % _HUGE_PAGE :][:size]
+            self._library.advise_huge_pages(self._slab.data_ptr(), size)
+        taken = self._slab[:num_bytes]
+        self._slab = self._slab[-(-num_bytes // _PAGE) * _PAGE :]
+        return taken
 
 
 class CpuLinear:
     """x @ weight.T + bias in fp32; every row's bits are its own, whatever rows it comes with."""
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, library: Library, panels: Tensor, out: int, bias: Tensor | None) -> None:
         self._library = library
-        self._out, self._in = weight.shape
-        narrow = narrowest(weight)
-        self._storage = _STORAGE[narrow.dtype]
-        self._panels = pack_panels(narrow)
-        self._panels_at = self._panels.data_ptr()
+        self._panels = panels
+        self._out, self._in = out, panels.shape[1]
+        self._storage = _STORAGE[panels.dtype]
+        self._panels_at = panels.data_ptr()
         self._bias = None if bias is None else as_rows(bias.float())
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
 
@@ -67,8 +83,7 @@ def narrowest(weight: Tensor) -> Tensor:
     return wide
 
 
-def pack_panels(weight: Tensor) -> Tensor:
-    """[out, in] → [ceil(out / 16), in, 16]; the last panel's missing outputs are zero."""
+def panels_of(weight: Tensor) -> Tensor:
+    """[out, in] → [ceil(out / 16), in, 16], a view; the last panel's missing outputs are zero."""
     padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _PANEL))
-    panels = padded.view(-1, _PANEL, weight.shape[1]).transpose(1, 2)
-    return panels.contiguous()
+    return padded.view(-1, _PANEL, weight.shape[1]).transpose(1, 2)

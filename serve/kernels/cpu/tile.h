@@ -11,13 +11,16 @@
 namespace serve {
 
 // rows: [R, k], `row_stride` apart. panels[p]: [k, 16], `panel_stride` elements between ks.
-// out: [R, P * 16], `out_stride` apart. `load_panel(pointer)` widens sixteen weights.
+// out: [R, P * 16], `out_stride` apart. `load_panel(pointer, i)` widens the sixteen weights of k = i;
+// it may also prefetch or keep what it widened.
+//
+// Not inlined: among a caller's live variables, the compiler spills the row pointers and loses up
+// to half of the speed.
 template <int R, int P, class Load, class Weight>
-inline __attribute__((always_inline)) void multiply_tile(const float* rows, int64_t row_stride,
-                                                         const Weight* const* panels,
-                                                         int64_t panel_stride, int64_t k,
-                                                         float* out, int64_t out_stride,
-                                                         bool accumulate, Load load_panel) {
+__attribute__((noinline)) void multiply_tile(const float* rows, int64_t row_stride,
+                                             const Weight* const* panels, int64_t panel_stride,
+                                             int64_t k, float* out, int64_t out_stride,
+                                             bool accumulate, Load load_panel) {
   Vec acc[R][P];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -29,7 +32,7 @@ inline __attribute__((always_inline)) void multiply_tile(const float* rows, int6
   for (int64_t i = 0; i < k; ++i) {
     Vec weights[P];
 #pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) weights[p] = load_panel(panels[p] + i * panel_stride);
+    for (int p = 0; p < P; ++p) weights[p] = load_panel(panels[p] + i * panel_stride, i);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       Vec x = splat(rows[r * row_stride + i]);
@@ -42,16 +45,6 @@ inline __attribute__((always_inline)) void multiply_tile(const float* rows, int6
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) store(out + r * out_stride + p * kLanes, acc[r][p]);
   }
-}
-
-// How many panels a tile of so many rows takes at once: enough independent accumulators to cover
-// the latency of fma, few enough to stay in registers.
-constexpr int tile_panels(int rows) {
-#if defined(__AVX512F__)
-  return rows <= 2 ? 8 : rows <= 4 ? 4 : 2;
-#else
-  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
-#endif
 }
 
 // Cuts n into the fewest parts of at most `most`, sizes differing by at most one, and calls
