@@ -6,12 +6,14 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from serve import __version__
+from serve.api.anthropic import anthropic_routes
 from serve.api.auth import OPEN_PATHS, ApiKeyGuard
 from serve.api.chat import chat_routes
 from serve.api.completions import completion_routes
 from serve.api.errors import install_error_handlers
 from serve.api.metrics import Metrics
 from serve.api.openapi import describe_bodies
+from serve.api.protocol.anthropic import CountTokensRequest, MessagesRequest
 from serve.api.protocol.chat import ChatCompletionRequest
 from serve.api.protocol.completions import CompletionRequest
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -22,14 +24,22 @@ from serve.api.tokenize import tokenize_routes
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 
-BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+ROUTES = (chat_routes, completion_routes, anthropic_routes, tokenize_routes, system_routes)
+BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig, metrics: Metrics) -> FastAPI:
     """The application over a started engine. Starting, draining and closing it is the caller's."""
     app = FastAPI(title="serve-llm", version=__version__)
     service = Service(engine, config, metrics)
-    for routes in (chat_routes, completion_routes, tokenize_routes, system_routes):
+    for routes in ROUTES:
         app.include_router(routes(service))
     describe_bodies(app, BODIES)
     install_error_handlers(app)

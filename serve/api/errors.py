@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.api.protocol.common import ErrorBody, ErrorInfo
 from serve.errors import (
     EngineDead,
     EngineError,
@@ -116,24 +117,27 @@ def error_kind(error: Exception) -> ErrorKind:
     raise AssertionError(f"{type(error)} is no Exception")
 
 
-def error_body(error: Exception) -> dict[str, object]:
+def error_info(error: Exception) -> ErrorInfo:
     """OpenAI's error object. Unforeseen errors keep their text for the log."""
     kind = error_kind(error)
     message = str(error)
     if kind.code == "internal_error":
         message = "Internal error. The server's log has the details."
-    return {
-        "error": {
-            "message": message[:MAX_MESSAGE_CHARS],
-            "type": kind.type,
-            "param": getattr(error, "param", None),
-            "code": kind.code,
-        }
-    }
+    return ErrorInfo(
+        message=message[:MAX_MESSAGE_CHARS],
+        type=kind.type,
+        param=error.param if isinstance(error, RequestError) else None,
+        code=kind.code,
+    )
 
 
-def error_response(error: Exception) -> Response:
-    """The whole HTTP answer for an error raised before anything was sent."""
+def error_body(error: Exception) -> str:
+    """The JSON of an answer that is nothing but an error."""
+    return json.dumps(ErrorBody(error=error_info(error)).model_dump())
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """What an error says beside its body."""
     headers = {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
@@ -141,10 +145,15 @@ def error_response(error: Exception) -> Response:
         headers["Retry-After"] = str(RESTART_TIME_S)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def error_response(error: Exception) -> Response:
+    """The whole HTTP answer for an error raised before anything was sent."""
     return Response(
-        json.dumps(error_body(error)),
+        error_body(error),
         status_code=error_kind(error).status,
-        headers=headers,
+        headers=error_headers(error),
         media_type="application/json",
     )
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 
 def error_event(error: Exception) -> bytes:
     """An error after the status line has gone: OpenAI's error body as one more event."""
-    return b"data: " + json.dumps(error_body(error)).encode("ascii") + b"\n\n"
+    return f"data: {error_body(error)}\n\n".encode("ascii")
+
+
+def named_event(name: str, **fields: Any) -> bytes:
+    """An event with a name, which its JSON repeats as `type`."""
+    data = json.dumps({"type": name, **fields}, separators=(",", ":"))
+    return f"event: {name}\ndata: {data}\n\n".encode("ascii")
 
 
 class EventStream(Response):
@@ -47,6 +53,7 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         outputs: Outputs,
         *,
+        error_event: Callable[[Exception], bytes] = error_event,
         keep_alive_s: float = KEEP_ALIVE_INTERVAL_S,
         stall_limit_s: float = STALL_LIMIT_S,
     ) -> None:
@@ -58,6 +65,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._outputs = outputs
+        self._error_event = error_event
         self._keep_alive_s = keep_alive_s
         self._stall_limit_s = stall_limit_s
         self._keeping_alive: asyncio.Task[None] | None = None  # a comment being written
@@ -86,10 +94,10 @@ class EventStream(Response):
             async for event in self._events:
                 await self._write(send, event)
         except ServeError as error:
-            await self._write(send, error_event(error))
+            await self._write(send, self._error_event(error))
         except Exception as error:
             logger.exception("a stream failed")
-            await self._write(send, error_event(error))
+            await self._write(send, self._error_event(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, event: bytes) -> None:

@@ -71,12 +71,7 @@ class Server:
         return done.result(30)
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1",
-            api_key=api_key,
-            max_retries=0,
-            http_client=httpx.Client(verify=False, timeout=30),
-        )
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
     def http(self, **settings: Any) -> httpx.Client:
         """Without certificates, which take a quarter of a second to load."""

@@ -66,9 +66,7 @@ def test_the_raw_response_is_open_to_the_client(client: openai.OpenAI) -> None:
 
 
 async def test_the_asynchronous_client_gets_the_same(server: Server) -> None:
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", http_client=httpx.AsyncClient(verify=False)
-    ) as client:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         answer = await client.chat.completions.create(model=MODEL, messages=HI)
         stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]

@@ -62,13 +62,13 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_unforeseen_errors_keep_their_text_to_themselves() -> None:
-    assert "secret" not in json.dumps(error_body(RuntimeError("secret")))
+    assert "secret" not in error_body(RuntimeError("secret"))
 
 
 def test_messages_are_cut() -> None:
     body = error_body(errors.InvalidRequest("x" * 10**6))
 
-    assert len(json.dumps(body)) < MAX_MESSAGE_CHARS + 200
+    assert len(body) < MAX_MESSAGE_CHARS + 200
 
 
 def validation_error(body: str) -> ValidationError:

@@ -1,0 +1,142 @@
+"""Anthropic's API, through its official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from serve.messages import AddRequest
+from tests.api.conftest import ANSWER, MODEL, Server
+from tests.api.scripted import Script
+
+HI: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def claude(shared_server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=shared_server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def rendered(server: Server) -> str:
+    request = next(m for m in reversed(server.client.received) if isinstance(m, AddRequest))
+    return server.tokenizer.decode_now(request.prompt_token_ids, False)
+
+
+def test_an_answer_has_anthropics_shape(claude: anthropic.Anthropic, server: Server) -> None:
+    message = claude.messages.create(model=MODEL, max_tokens=100, messages=HI)
+
+    assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
+    assert message.id.startswith("msg_")
+    assert [block.text for block in message.content if block.type == "text"] == [ANSWER]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.usage.output_tokens == len(server.ids(ANSWER)) + 1
+    count = claude.messages.count_tokens(model=MODEL, messages=HI)
+    assert count.input_tokens == message.usage.input_tokens
+
+
+def test_a_stream_tells_the_same_in_anthropics_order(
+    claude: anthropic.Anthropic, server: Server
+) -> None:
+    whole = claude.messages.create(model=MODEL, max_tokens=100, messages=HI)
+    with claude.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    raw = claude.messages.create(model=MODEL, max_tokens=100, messages=HI, stream=True)
+    names = [event.type for event in raw]
+
+    assert text == ANSWER
+    assert [block.text for block in final.content if block.type == "text"] == [ANSWER]
+    assert final.stop_reason == "end_turn"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_the_reason_for_stopping_is_told(claude: anthropic.Anthropic, server: Server) -> None:
+    cut = claude.messages.create(model=MODEL, max_tokens=2, messages=HI)
+    stopped = claude.messages.create(
+        model=MODEL, max_tokens=100, messages=HI, stop_sequences=[" world"]
+    )
+
+    assert cut.stop_reason == "max_tokens"
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " world")
+
+
+def test_system_tools_results_and_a_begun_answer_reach_the_template(
+    claude: anthropic.Anthropic, server: Server
+) -> None:
+    claude.messages.create(
+        model=MODEL,
+        max_tokens=5,
+        system=[{"type": "text", "text": "be kind"}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "one"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": "5"},
+                    {"type": "text", "text": "two"},
+                ],
+            },
+            {"role": "assistant", "content": "three"},
+        ],
+    )
+
+    assert rendered(server) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n"
+        "<|im_start|>user\none<|im_end|>\n"
+        '<|im_start|>assistant\n[f {"a": 1}]<|im_end|>\n'
+        "<|im_start|>tool\n5<|im_end|>\n"
+        "<|im_start|>user\ntwo<|im_end|>\n"
+        "<|im_start|>assistant\nthree"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"max_tokens": 0}, 400),
+        ({"max_tokens": 10**6}, 400),
+        ({"max_tokens": 5, "temperature": -1}, 400),
+        ({"max_tokens": 5, "tools": [{"name": "f", "input_schema": {}}]}, 400),
+        ({"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 1024}}, 400),
+        ({"max_tokens": 5, "messages": []}, 400),
+        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400),
+        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400),
+        ({"max_tokens": 5, "model": "nope"}, 404),
+        ({}, 400),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_anthropics_shape(
+    http: httpx.Client, fields: dict[str, Any], status: int, stream: bool
+) -> None:
+    response = http.post("/v1/messages", json={"messages": HI, "stream": stream, **fields})
+
+    assert response.status_code == status
+    assert response.json()["type"] == "error"
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    assert response.json()["error"]["type"] == kind
+    assert response.json()["error"]["message"]
+
+
+def test_a_failure_in_mid_stream_is_an_error_event(
+    claude: anthropic.Anthropic, server: Server
+) -> None:
+    server.script = Script(server.ids(ANSWER), fail_after=3)
+
+    with (
+        pytest.raises(anthropic.APIError, match="blew up"),
+        claude.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream,
+    ):
+        list(stream.text_stream)
