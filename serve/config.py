@@ -129,7 +129,12 @@ class SchedulerConfig:
     scheduler_delay_factor: float = 0.0
     """Wait this many times the last prompt step's duration before prefilling, to batch prompts."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
-    """What happens to a preempted request's KV: dropped, or copied to host memory and back."""
+    """What happens to a preempted request's KV: dropped, or copied to host memory and back; auto
+    takes for each victim what costs less here, as measured."""
+    preemption_victim: Literal["last-admitted", "least-progress", "most-blocks", "cheapest"] = (
+        "last-admitted"
+    )
+    """Which of the least urgent running requests is preempted for its elders."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """fcfs: first come, first served; priority: lower priority first, urgent work may preempt."""
     max_num_queued_reqs: int | None = None

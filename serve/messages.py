@@ -134,6 +134,8 @@ class EngineStats:
     total_generation_tokens: int = 0
     total_prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
     total_prefix_cache_hits: int = 0  # tokens found there
+    total_preemption_tokens_recomputed: int = 0  # computed tokens that preemption dropped
+    total_preemption_blocks_swapped: int = 0  # copied out or in
     step_tokens: list[int] = field(default_factory=list)  # size of each step since the last message
 
 
