@@ -102,6 +102,9 @@ def random_workload(rng: Random) -> Workload:
             enable_chunked_prefill=chunked,
             delay_factor=rng.choice([0.0, 0.0, 0.5, 3.0]),
             preemption_mode=rng.choice(["recompute", "swap", "auto"]),
+            preemption_victim=rng.choice(
+                ["last-admitted", "least-progress", "most-blocks", "cheapest"]
+            ),
             policy=rng.choice(["fcfs", "priority"]),
             long_prefill_token_threshold=rng.choice([0, 0, 2, 7]),
             max_num_partial_prefills=rng.choice([None, 1, 2]),
@@ -200,6 +203,7 @@ def drive(
     pending = deque(sorted(_events(arrivals), key=lambda event: event[0]))
     clock = run.scheduler.clock
     assert isinstance(clock, FakeClock)
+    durations = Random(0)
     turn = 0
     while pending or run.core.has_work():
         assert turn < max_turns, "the engine does not come to an end"
@@ -211,7 +215,7 @@ def drive(
         _collect(run)
         if run.executor.violations:
             raise run.executor.violations[0]
-        clock.advance(1.0)
+        clock.advance(durations.random())  # so that costs are measured, and differ
         after_turn(run)
         turn += 1
     run.num_turns = turn

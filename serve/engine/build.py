@@ -38,6 +38,7 @@ def core_over(
             enable_chunked_prefill=scheduling.enable_chunked_prefill,
             delay_factor=scheduling.scheduler_delay_factor,
             preemption_mode=scheduling.preemption_mode,
+            preemption_victim=scheduling.preemption_victim,
             policy=scheduling.scheduling_policy,
             long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
             max_num_partial_prefills=scheduling.max_num_partial_prefills,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ class LaunchedStep:
     plan: SchedulerOutput
     requests: list[Request]  # of plan.scheduled, entry by entry
     preempted: list[Request]
+    launched_at: float
 
 
 class LaunchedSteps:
@@ -25,6 +27,8 @@ class LaunchedSteps:
     def __init__(self) -> None:
         self._steps: deque[LaunchedStep] = deque()
         self._num_retired = 0
+        self._last_retired_at = -math.inf
+        self.last_duration_s = 0.0  # of the step retired last
 
     @property
     def next_number(self) -> int:
@@ -35,13 +39,18 @@ class LaunchedSteps:
         """Whether one of these steps names the request."""
         return request.last_step > self._num_retired
 
-    def launch(self, plan: SchedulerOutput, builder: PlanBuilder) -> None:
+    def launch(self, plan: SchedulerOutput, builder: PlanBuilder, now: float) -> None:
         """`plan`, which `builder` made, is given out."""
-        self._steps.append(LaunchedStep(plan, builder.requests, builder.preempted))
+        self._steps.append(LaunchedStep(plan, builder.requests, builder.preempted, now))
 
-    def retire(self, plan: SchedulerOutput) -> LaunchedStep:
-        """The oldest step, which must be that of `plan`, has come back."""
+    def retire(self, plan: SchedulerOutput, now: float) -> LaunchedStep:
+        """The oldest step, which must be that of `plan`, has come back.
+
+        It ran since its launch or, if another step was before it in the FIFO, since that one's end.
+        """
         step = self._steps.popleft()
         assert step.plan is plan, "steps must be retired in the order they were made"
         self._num_retired += 1
+        self.last_duration_s = now - max(step.launched_at, self._last_retired_at)
+        self._last_retired_at = now
         return step

@@ -8,6 +8,9 @@ from typing import Literal
 from serve.errors import InvalidRequest, PromptTooLong
 from serve.messages import AddRequest
 
+VictimPolicy = Literal["last-admitted", "least-progress", "most-blocks", "cheapest"]
+"""Which of the least urgent running requests makes room."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -22,6 +25,7 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     delay_factor: float = 0.0
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    preemption_victim: VictimPolicy = "last-admitted"
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None

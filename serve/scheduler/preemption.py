@@ -1,12 +1,14 @@
-"""How a running request gives up its blocks, and how much room it needs to come back."""
+"""Who gives up its blocks, how, and how much room it needs to come back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Literal
 
 from serve.kv_cache.manager import KVCacheManager
+from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.request import Request
+from serve.scheduler.step_costs import StepCosts
 
 
 class PreemptionMode(Enum):
@@ -16,13 +18,52 @@ class PreemptionMode(Enum):
     SWAP = auto()
 
 
-def choose_mode(
-    victim: Request, kv: KVCacheManager, configured: Literal["recompute", "swap", "auto"]
-) -> PreemptionMode:
-    """Swapping needs room on the host: without it the victim is recomputed, whatever is set."""
-    if configured == "recompute" or not kv.can_swap_out(victim.num_computed_tokens):
-        return PreemptionMode.RECOMPUTE
-    return PreemptionMode.SWAP
+class Preemption:
+    """Decides; the scheduler acts."""
+
+    def __init__(self, kv: KVCacheManager, costs: StepCosts, limits: SchedulerLimits) -> None:
+        self._kv = kv
+        self._costs = costs
+        self._mode = limits.preemption_mode
+        self._victim = limits.preemption_victim
+
+    def choose_victim(self, candidates: Sequence[Request]) -> Request:
+        """One of the least urgent candidates, given in order of service; of equals, the last."""
+        last = candidates[-1]
+        if self._victim == "last-admitted":
+            return last
+        peers = [r for r in reversed(candidates) if r.priority == last.priority]
+        if self._victim == "least-progress":
+            return min(peers, key=lambda r: r.num_computed_tokens)
+        if self._victim == "most-blocks":
+            return max(peers, key=self._num_freed)
+        return min(peers, key=self._cost_per_block)
+
+    def choose_mode(self, victim: Request) -> PreemptionMode:
+        """Swapping needs room on the host: without it the victim is recomputed, whatever is set."""
+        if self._mode == "recompute" or not self._kv.can_swap_out(victim.num_computed_tokens):
+            return PreemptionMode.RECOMPUTE
+        if self._mode == "auto" and self._recompute_is_cheaper(victim):
+            return PreemptionMode.RECOMPUTE
+        return PreemptionMode.SWAP
+
+    def _recompute_is_cheaper(self, victim: Request) -> bool:
+        """By measured costs. Swapping is tried while its cost, or that of prefill, is not known."""
+        recompute_s = self._costs.recompute_s(victim.num_computed_tokens)
+        swap_s = self._costs.swap_s(self._kv.num_blocks_for(victim.num_computed_tokens))
+        return recompute_s is not None and swap_s is not None and recompute_s < swap_s
+
+    def _num_freed(self, victim: Request) -> int:
+        return self._kv.num_blocks_only_held_by([victim.request_id])
+
+    def _cost_per_block(self, victim: Request) -> float:
+        """Seconds lost for each block that becomes free; in tokens while nothing is measured."""
+        num_tokens = victim.num_computed_tokens
+        if self.choose_mode(victim) is PreemptionMode.SWAP:
+            cost = self._costs.swap_s(self._kv.num_blocks_for(num_tokens))
+        else:
+            cost = self._costs.recompute_s(num_tokens)
+        return (num_tokens if cost is None else cost) / max(1, self._num_freed(victim))
 
 
 def headroom(request: Request, num_running: int, watermark: int) -> int:

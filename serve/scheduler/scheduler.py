@@ -7,6 +7,7 @@ room is given from the front and taken from the back: the oldest running request
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
@@ -20,12 +21,15 @@ from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder, within
-from serve.scheduler.preemption import PreemptionMode, choose_mode, headroom
+from serve.scheduler.preemption import Preemption, PreemptionMode, headroom
 from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.progress import apply_result, count_prompt_tokens
 from serve.scheduler.queues import RequestQueue
 from serve.scheduler.request import Request, RequestStatus, make_request
+from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.totals import Totals
+
+logger = logging.getLogger(__name__)
 
 RUNNING, WAITING = RequestStatus.RUNNING, RequestStatus.WAITING
 SWAPPED, FINISHED = RequestStatus.SWAPPED, RequestStatus.FINISHED
@@ -56,6 +60,8 @@ class Scheduler:
         self._totals = Totals()
         self._num_arrived = 0
         self._watermark = max(1, kv.num_blocks // 100)
+        self._costs = StepCosts()
+        self._preemption = Preemption(kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
         self._back_pressure = BackPressure(limits)
 
@@ -111,7 +117,7 @@ class Scheduler:
         self._delay.end_step(plan.has_prompt or plan.num_tokens > len(plan.scheduled))
         output = plan.build()
         if output:
-            self._launched.launch(output, plan)
+            self._launched.launch(output, plan, now)
         return output
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
@@ -164,6 +170,7 @@ class Scheduler:
             return False
         self.swapped.remove(request)
         plan.swap_in += copies
+        self._totals.blocks_swapped += len(copies)
         return True
 
     def _start(self, request: Request, plan: PlanBuilder) -> bool:
@@ -225,13 +232,15 @@ class Scheduler:
     # ------------------------------------------------------------------ room
 
     def _make_room(self, request: Request, num_tokens: int, plan: PlanBuilder) -> list[int] | None:
-        """Blocks for a running request's next tokens, at the expense of the last in order.
+        """Blocks for a running request's next tokens, at the expense of those after it.
 
+        Nobody before it gives way, so none that is already in the plan, and the eldest advances.
         None when the request itself was the last, and was preempted.
         """
         wanted = request.num_computed_tokens + num_tokens
         while (new_block_ids := self.kv.grow(request.request_id, wanted)) is None:
-            victim = self.running.pop()  # the last is never one that is already in the plan
+            later = self.running[self.running.index(request) + 1 :]
+            victim = self._preemption.choose_victim(later) if later else request
             self._preempt(victim, plan)
             if victim is request:
                 return None
@@ -253,7 +262,6 @@ class Scheduler:
         for victim in victims:  # the tail of `running`, which is in order of priority
             if len(self.running) < self.limits.max_num_seqs and self._lacks(urgent) <= 0:
                 return
-            self.running.remove(victim)
             self._preempt(victim, plan)
 
     def _would_help(self, urgent: Request, victims: list[Request]) -> bool:
@@ -282,19 +290,32 @@ class Scheduler:
         return needed - self.kv.num_blocks_free
 
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
+        self.running.remove(victim)
         plan.released.append(victim.request_id)
         plan.preempted.append(victim)
-        mode = choose_mode(victim, self.kv, self.limits.preemption_mode)
-        self._totals.preemptions[mode] += 1
         victim.num_preemptions += 1
+        mode = self._preemption.choose_mode(victim)
+        self._totals.preemptions[mode] += 1
+        free_before, num_tokens = self.kv.num_blocks_free, victim.num_computed_tokens
         if mode is PreemptionMode.SWAP:
-            copies = self.kv.swap_out(victim.request_id, victim.num_computed_tokens)
+            copies = self.kv.swap_out(victim.request_id, num_tokens)
             assert copies is not None, "choose_mode saw room on the host"
             plan.swap_out += copies
+            self._totals.blocks_swapped += len(copies)
             victim.status = SWAPPED
             self.swapped.push(victim)
         else:
+            self._totals.tokens_to_recompute += num_tokens
             self._requeue_for_recompute(victim)
+        logger.info(
+            "preempted %s by %s: %d computed tokens, %d → %d free blocks, its preemption no. %d",
+            victim.request_id,
+            mode.name.lower(),
+            num_tokens,
+            free_before,
+            self.kv.num_blocks_free,
+            victim.num_preemptions,
+        )
 
     def _requeue_for_recompute(self, request: Request) -> None:
         self.kv.free(request.request_id)
@@ -309,9 +330,10 @@ class Scheduler:
 
     def update(self, plan: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
         """Append the tokens of the oldest step still out; end and free what has finished."""
-        step = self._launched.retire(plan)
         now = self.clock()
+        step = self._launched.retire(plan, now)
         if plan.scheduled:
+            self._costs.observe(plan, self._launched.last_duration_s)
             self._totals.step_tokens.append(plan.num_scheduled_tokens)
         deltas: list[TokenDelta] = []
         num_generated = 0
@@ -342,8 +364,8 @@ class Scheduler:
 
     def fail(self, plan: SchedulerOutput, reason: str) -> list[TokenDelta]:
         """End the requests of a step that raised; nothing it should have written is used again."""
-        step = self._launched.retire(plan)
         now = self.clock()
+        step = self._launched.retire(plan, now)
         # Rows the step should have given back may still be held; the worker ignores those that are
         # not. A request that has got a row since keeps it.
         self._released += [i for i in plan.released if not self._has_row(i)]

@@ -17,6 +17,8 @@ class Totals:
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # tokens looked up, when a request first runs
     prefix_cache_hits: int = 0  # tokens found
+    tokens_to_recompute: int = 0  # computed tokens that preemption dropped
+    blocks_swapped: int = 0  # out and in
     preemptions: dict[PreemptionMode, int] = field(
         default_factory=lambda: dict.fromkeys(PreemptionMode, 0)
     )
@@ -41,5 +43,7 @@ class Totals:
             total_generation_tokens=self.generation_tokens,
             total_prefix_cache_queries=self.prefix_cache_queries,
             total_prefix_cache_hits=self.prefix_cache_hits,
+            total_preemption_tokens_recomputed=self.tokens_to_recompute,
+            total_preemption_blocks_swapped=self.blocks_swapped,
             step_tokens=step_tokens,
         )

@@ -128,14 +128,13 @@ class EqualsDisplaceEachOther(Scheduler):
     def _make_way_for_urgent(self, plan: PlanBuilder) -> None:
         urgent = self._next_in_line(plan)
         if urgent is not None and not self._launched.name(urgent) and self.running:
-            self._preempt(self.running.pop(), plan)
+            self._preempt(self.running[-1], plan)
 
 
 @seeded
 class EvictsTheEldest(Scheduler):
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
-        self.running.append(victim)
-        super()._preempt(self.running.pop(0), plan)
+        super()._preempt(self.running[0], plan)
 
 
 @seeded

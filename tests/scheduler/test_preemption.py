@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.manager import KVCacheManager
-from serve.scheduler.preemption import PreemptionMode, choose_mode, headroom
+from serve.scheduler.output import ScheduledRequest, SchedulerOutput
+from serve.scheduler.preemption import Preemption, PreemptionMode, headroom
 from serve.scheduler.request import Request, make_request
-from tests.strategies import add_request
+from serve.scheduler.step_costs import StepCosts
+from tests.strategies import add_request, limits
 
 
 def victim(num_computed: int = 10, num_preemptions: int = 0) -> Request:
@@ -15,6 +18,11 @@ def victim(num_computed: int = 10, num_preemptions: int = 0) -> Request:
     made.num_computed_tokens = num_computed
     made.num_preemptions = num_preemptions
     return made
+
+
+def preemption(kv: KVCacheManager, mode: str, victim: str = "last-admitted") -> Preemption:
+    chosen = limits(preemption_mode=mode, preemption_victim=victim)
+    return Preemption(kv, StepCosts(), chosen)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +40,78 @@ def test_swap_needs_room_on_the_host(
     configured: str, host_blocks: int, wanted: PreemptionMode
 ) -> None:
     kv = KVCacheManager(9, 4, host_blocks)
-    assert choose_mode(victim(), kv, configured) is wanted  # type: ignore[arg-type]
+    assert preemption(kv, configured).choose_mode(victim()) is wanted
+
+
+def step_of(num_tokens: int, num_requests: int, num_copies: int = 0) -> SchedulerOutput:
+    entries = [ScheduledRequest(f"r{i}", 0, 1, [1], [], True) for i in range(num_requests)]
+    copies = [BlockCopy(i, i) for i in range(num_copies)]
+    return SchedulerOutput(entries, [], [], copies, [], [], num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "copies_s", "wanted"),
+    [
+        (0.8, 0.1, PreemptionMode.SWAP),  # a token costs 0.08 s, ten of them more than three blocks
+        (0.1, 0.9, PreemptionMode.RECOMPUTE),
+    ],
+)
+def test_auto_takes_what_costs_less_as_measured(
+    prefill_s: float, copies_s: float, wanted: PreemptionMode
+) -> None:
+    kv, costs = KVCacheManager(9, 4, 9), StepCosts()
+    costs.observe(step_of(3, 3), 0.05)
+    costs.observe(step_of(13, 3), 0.05 + prefill_s)
+    costs.observe(step_of(3, 3, num_copies=3), 0.05 + copies_s)
+    auto = Preemption(kv, costs, limits(preemption_mode="auto"))
+    assert auto.choose_mode(victim(num_computed=10)) is wanted
+
+
+def test_steps_that_both_copy_and_prefill_say_nothing_about_either() -> None:
+    costs = StepCosts()
+    costs.observe(step_of(30, 3, num_copies=3), 9.0)
+    assert (costs.recompute_s(10), costs.swap_s(3)) == (None, None)
+
+
+def test_costs_follow_later_steps() -> None:
+    costs = StepCosts()
+    costs.observe(step_of(1, 1), 0.0)
+    for _ in range(50):
+        costs.observe(step_of(11, 1), 10.0)
+    assert costs.recompute_s(1) == pytest.approx(1.0)
+    for _ in range(50):
+        costs.observe(step_of(11, 1), 20.0)
+    assert costs.recompute_s(1) == pytest.approx(2.0, rel=0.01)
+
+
+def running(kv: KVCacheManager, **computed: int) -> list[Request]:
+    """Requests in order of service that have computed so many tokens."""
+    requests = []
+    for number, (name, num_tokens) in enumerate(computed.items()):
+        made = make_request(add_request(name, 12, 5), (0, number), 4)
+        made.num_computed_tokens = num_tokens
+        kv.grow(name, num_tokens)
+        requests.append(made)
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [("last-admitted", "e"), ("least-progress", "b"), ("most-blocks", "c"), ("cheapest", "d")],
+)
+def test_each_policy_chooses_its_victim(policy: str, wanted: str) -> None:
+    kv = KVCacheManager(20, 4, 0)
+    requests = running(kv, a=8, b=4, c=16, d=5, e=12)
+    chosen = preemption(kv, "recompute", policy).choose_victim(requests)
+    assert chosen.request_id == wanted  # cheapest: 2.5 tokens lost for each block freed, not 4
+
+
+@pytest.mark.parametrize("policy", ["last-admitted", "least-progress", "most-blocks", "cheapest"])
+def test_only_the_least_urgent_are_victims(policy: str) -> None:
+    kv = KVCacheManager(20, 4, 0)
+    requests = running(kv, a=1, b=16, c=8)
+    requests[2].order = (1, 2)
+    assert preemption(kv, "recompute", policy).choose_victim(requests).request_id == "c"
 
 
 def test_headroom_doubles_with_every_preemption() -> None:

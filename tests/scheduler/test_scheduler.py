@@ -206,10 +206,11 @@ def test_sch_01_preemption_neither_loses_nor_repeats_tokens(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("host_blocks", [0, 8, 100])
-def test_sch_09_preemption_never_livelocks(mode: str, host_blocks: int) -> None:
+@pytest.mark.parametrize("victim", ["last-admitted", "least-progress", "most-blocks", "cheapest"])
+def test_sch_09_preemption_never_livelocks(mode: str, host_blocks: int, victim: str) -> None:
     scheduler = make_scheduler(
         num_blocks=75, block_size=4, num_host_blocks=host_blocks, max_num_seqs=10,
-        max_model_len=200, preemption_mode=mode,
+        max_model_len=200, preemption_mode=mode, preemption_victim=victim,
     )  # fmt: skip
     for i in range(10):
         scheduler.add(add_request(f"r{i}", 8, 192))
@@ -266,6 +267,21 @@ def test_the_last_in_order_makes_room() -> None:
     assert plan.released == ["b"]
     assert shares(plan) == {"a": 1}
     assert [r.num_computed_tokens for r in scheduler.waiting] == [0]
+
+
+def test_what_preemption_costs_is_counted() -> None:
+    for mode, host_blocks in (("recompute", 0), ("swap", 6)):
+        scheduler = make_scheduler(
+            num_blocks=6, num_host_blocks=host_blocks, max_num_seqs=2, preemption_mode=mode
+        )
+        scheduler.add(add_request("a", 8, 12))
+        scheduler.add(add_request("b", 8, 12))
+        run_until_done(scheduler)
+        stats = scheduler.stats()
+        recomputed = stats.total_preemption_tokens_recomputed
+        assert (recomputed, stats.total_preemption_blocks_swapped) == (
+            (12, 0) if mode == "recompute" else (0, 6)
+        )
 
 
 def test_a_full_host_tier_falls_back_to_recompute() -> None:
