@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from serve.config import EngineConfig
@@ -25,7 +27,11 @@ def build_engine_core(
 
 
 def core_over(
-    executor: Executor, config: EngineConfig, inbox: Inbox, outbox: Outbox
+    executor: Executor,
+    config: EngineConfig,
+    inbox: Inbox,
+    outbox: Outbox,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[EngineCore, EngineReady]:
     """Start `executor` and make a core that drives it; what it measured sizes everything."""
     worker = executor.start()
@@ -67,4 +73,4 @@ def core_over(
         dtype=worker.dtype,
         attention_backend=worker.attention_backend,
     )
-    return EngineCore(Scheduler(kv, limits), executor, inbox, outbox), ready
+    return EngineCore(Scheduler(kv, limits, clock), executor, inbox, outbox), ready
