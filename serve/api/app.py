@@ -16,18 +16,28 @@ from serve.api.openapi import describe_bodies
 from serve.api.protocol.anthropic import CountTokensRequest, MessagesRequest
 from serve.api.protocol.chat import ChatCompletionRequest
 from serve.api.protocol.completions import CompletionRequest
+from serve.api.protocol.responses import ResponsesRequest
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from serve.api.request_id import RequestIds
+from serve.api.responses import responses_routes
 from serve.api.service import Service
 from serve.api.system import system_routes
 from serve.api.tokenize import tokenize_routes
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 
-ROUTES = (chat_routes, completion_routes, anthropic_routes, tokenize_routes, system_routes)
+ROUTES = (
+    chat_routes,
+    completion_routes,
+    responses_routes,
+    anthropic_routes,
+    tokenize_routes,
+    system_routes,
+)
 BODIES = (
     ChatCompletionRequest,
     CompletionRequest,
+    ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
     TokenizeRequest,

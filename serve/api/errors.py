@@ -54,6 +54,10 @@ class NoSuchRoute(RequestError):
     """Nothing is served at this path."""
 
 
+class NotStored(RequestError):
+    """No stored response has this id."""
+
+
 class WrongMethod(RequestError):
     """The path exists, but not for this method."""
 
@@ -95,6 +99,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         Unauthorized: ErrorKind(401, "authentication_error", "invalid_api_key"),
         ModelNotFound: ErrorKind(404, _INVALID, "model_not_found"),
         NoSuchRoute: ErrorKind(404, _INVALID, "unknown_url"),
+        NotStored: ErrorKind(404, _INVALID, "response_not_found"),
         WrongMethod: ErrorKind(405, _INVALID, "method_not_allowed"),
         BodyTooLarge: ErrorKind(413, _INVALID, "request_too_large"),
         UnsupportedMediaType: ErrorKind(415, _INVALID, "unsupported_media_type"),

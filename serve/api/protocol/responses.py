@@ -1,0 +1,133 @@
+"""`POST /v1/responses`: OpenAI's Responses API, text in and out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from serve.api.protocol.chat import ContentPart
+from serve.api.protocol.common import Finite, Listed, RequestModel, ResponseModel, Whole
+
+
+class InputItem(RequestModel):
+    """A message (the default type), an earlier call of a function, or a function's output."""
+
+    type: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Listed[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Listed[ContentPart] | None = None
+
+
+class Reasoning(RequestModel):
+    """How much to think, for templates that know it."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(RequestModel):
+    """What to answer, and how."""
+
+    model: str | None = None
+    input: str | Annotated[Listed[InputItem], Field(min_length=1, max_length=8192)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: Whole | None = None
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    top_logprobs: Whole | None = None
+    include: Listed[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+
+
+class OutputText(ResponseModel):
+    """Text that the model wrote."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[dict[str, Any]] = Field(default_factory=list)
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputMessage(ResponseModel):
+    """The answer's one item."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class CachedTokens(ResponseModel):
+    """Details of the input."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class ReasoningTokens(ResponseModel):
+    """Details of the output; thinking is not told apart from text."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(ResponseModel):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponsesAnswer(ResponseModel):
+    """OpenAI's `response` object."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
+    tool_choice: str = "auto"
+    tools: list[Any] = Field(default_factory=list)
+    top_p: float
+    truncation: Literal["auto", "disabled"] = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None = None
+
+
+class DeletedResponse(ResponseModel):
+    """A stored answer is gone."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
