@@ -13,32 +13,37 @@ if TYPE_CHECKING:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Every live request is in exactly one place, with the blocks that place calls for."""
+    roster = scheduler.roster
     places: list[tuple[RequestStatus, Iterable[Request]]] = [
-        (RequestStatus.RUNNING, scheduler.running),
-        (RequestStatus.WAITING, scheduler.waiting),
-        (RequestStatus.SWAPPED, scheduler.swapped),
+        (RequestStatus.RUNNING, roster.running),
+        (RequestStatus.WAITING, roster.waiting),
+        (RequestStatus.SWAPPED, roster.swapped),
     ]
     num_placed = 0
     for status, place in places:
         for request in place:
             num_placed += 1
             assert request.status is status, (request.request_id, request.status, status)
-            assert scheduler.requests.get(request.request_id) is request, request.request_id
+            assert roster.requests.get(request.request_id) is request, request.request_id
             _check_request(request)
-    assert num_placed == len(scheduler.requests), (num_placed, scheduler.requests.keys())
+    assert num_placed == len(roster.requests), (
+        num_placed,
+        roster.requests.keys(),
+    )
     _check_running(scheduler)
     scheduler.kv.check_invariants()
     scheduler.kv.check_holders(
-        device={r.request_id for r in scheduler.running},
-        host={r.request_id for r in scheduler.swapped},
+        device={r.request_id for r in roster.running},
+        host={r.request_id for r in roster.swapped},
     )
 
 
 def _check_running(scheduler: Scheduler) -> None:
-    assert len(scheduler.running) <= scheduler.limits.max_num_seqs
-    orders = [r.order for r in scheduler.running]
+    roster = scheduler.roster
+    assert len(roster.running) <= scheduler.limits.max_num_seqs
+    orders = [r.order for r in roster.running]
     assert orders == sorted(set(orders)), f"running is out of order: {orders}"
-    for request in scheduler.running:
+    for request in roster.running:
         num_slots = len(scheduler.kv.block_ids(request.request_id)) * scheduler.kv.block_size
         assert 0 < request.num_computed_tokens <= num_slots == request.num_slots, request
 

@@ -59,6 +59,11 @@ class SchedulerLimits:
         return self.max_num_batched_tokens
 
 
+def within(count: int, limit: int | None) -> bool:
+    """Whether there may be one more."""
+    return limit is None or count < limit
+
+
 def kv_tokens_at_most(num_prompt_tokens: int, max_tokens: int) -> int:
     """Tokens whose KV a request may need: all but the last one it may produce."""
     return num_prompt_tokens + max(0, max_tokens - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve.kv_cache.block_copy import BlockCopy
-from serve.scheduler.limits import SchedulerLimits
+from serve.scheduler.limits import SchedulerLimits, within
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 from serve.scheduler.request import Request
 
@@ -112,8 +112,3 @@ class PlanBuilder:
             copy=[],
             num_scheduled_tokens=self.num_tokens,
         )
-
-
-def within(count: int, limit: int | None) -> bool:
-    """Whether there may be one more."""
-    return limit is None or count < limit

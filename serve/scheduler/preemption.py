@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from serve.kv_cache.manager import KVCacheManager
-from serve.scheduler.limits import SchedulerLimits
+from serve.scheduler.limits import SchedulerLimits, within
 from serve.scheduler.request import Request
 from serve.scheduler.step_costs import StepCosts
 
@@ -24,8 +24,10 @@ class Preemption:
     def __init__(self, kv: KVCacheManager, costs: StepCosts, limits: SchedulerLimits) -> None:
         self._kv = kv
         self._costs = costs
+        self._limits = limits
         self._mode = limits.preemption_mode
         self._victim = limits.preemption_victim
+        self._watermark = max(1, kv.num_blocks // 100)
 
     def choose_victim(self, candidates: Sequence[Request]) -> Request:
         """One of the least urgent candidates, given in order of service; of equals, the last."""
@@ -47,6 +49,44 @@ class Preemption:
             return PreemptionMode.RECOMPUTE
         return PreemptionMode.SWAP
 
+    def victims_for(self, urgent: Request, running: Sequence[Request]) -> list[Request]:
+        """Running requests that may be displaced for a more urgent one, in the order to do it.
+
+        Equal priorities never displace each other. None are named when even all of them would not
+        do: nobody is displaced in vain.
+        """
+        if not running or running[-1].priority <= urgent.priority:
+            return []
+        victims = [r for r in reversed(running) if r.priority > urgent.priority]
+        staying = running[: len(running) - len(victims)]
+        freed = self._kv.num_blocks_only_held_by([victim.request_id for victim in victims])
+        needed = self._kv.num_blocks_needed(urgent.num_tokens)
+        needed += self.headroom(urgent, len(staying))
+        has_row = len(staying) < self._limits.max_num_seqs
+        has_room = needed <= self._kv.num_blocks_free + freed
+        return victims if has_row and has_room and self._may_be_partial_beside(staying) else []
+
+    def headroom(self, request: Request, num_running: int) -> int:
+        """Blocks to leave free when admitting a request, so that it evicts nobody at once.
+
+        None when nothing runs. Otherwise the watermark, and for a request that was preempted
+        before, room for the others to grow, which doubles with each of its preemptions: after about
+        log2(pool size) of them it comes back only alone. That bounds preemptions per request, with
+        no setting to tune and nothing held back from requests that were never preempted.
+        """
+        if num_running == 0:
+            return 0
+        doublings = min(request.num_preemptions, 30)
+        return self._watermark + num_running * ((1 << doublings) - 1)
+
+    def _may_be_partial_beside(self, staying: Sequence[Request]) -> bool:
+        """Whether those that stay leave room for another partial prefill, of any length."""
+        partial = [r for r in staying if r.num_uncomputed_tokens > 1]
+        num_long = sum(r.num_tokens > self._limits.max_share for r in partial)
+        return within(len(partial), self._limits.max_num_partial_prefills) and within(
+            num_long, self._limits.max_long_partial_prefills
+        )
+
     def _recompute_is_cheaper(self, victim: Request) -> bool:
         """By measured costs. Swapping is tried while its cost, or that of prefill, is not known."""
         recompute_s = self._costs.recompute_s(victim.num_computed_tokens)
@@ -64,17 +104,3 @@ class Preemption:
         else:
             cost = self._costs.recompute_s(num_tokens)
         return (num_tokens if cost is None else cost) / max(1, self._num_freed(victim))
-
-
-def headroom(request: Request, num_running: int, watermark: int) -> int:
-    """Blocks to leave free when admitting a request, so that it does not evict its elders at once.
-
-    None when nothing runs. Otherwise the watermark, and for a request that was preempted before,
-    room for the others to grow, which doubles with each of its preemptions: after about
-    log2(pool size) of them it comes back only alone. That bounds preemptions per request, with no
-    setting to tune and nothing held back from requests that were never preempted.
-    """
-    if num_running == 0:
-        return 0
-    doublings = min(request.num_preemptions, 30)
-    return watermark + num_running * ((1 << doublings) - 1)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
@@ -20,12 +18,12 @@ from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
-from serve.scheduler.plan_builder import PlanBuilder, within
-from serve.scheduler.preemption import Preemption, PreemptionMode, headroom
+from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.preemption import Preemption, PreemptionMode
 from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.progress import apply_result, count_prompt_tokens
-from serve.scheduler.queues import RequestQueue
 from serve.scheduler.request import Request, RequestStatus, make_request
+from serve.scheduler.roster import Roster
 from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.totals import Totals
 
@@ -50,16 +48,10 @@ class Scheduler:
         self.kv = kv
         self.limits = limits
         self.clock = clock
-        self.requests: dict[str, Request] = {}  # all but finished ones
-        self.waiting = RequestQueue(long_above=limits.max_share)
-        self.swapped = RequestQueue()
-        self.running: list[Request] = []  # by Request.order
-        self._any_ended = False  # whether `running` still holds one that has ended
+        self.roster = Roster(long_above=limits.max_share)
         self._launched = LaunchedSteps()
-        self._released: list[str] = []  # rows to give back in the next plan
         self._totals = Totals()
         self._num_arrived = 0
-        self._watermark = max(1, kv.num_blocks // 100)
         self._costs = StepCosts()
         self._preemption = Preemption(kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
@@ -72,25 +64,23 @@ class Scheduler:
         check_fits(message, self.limits, self.kv.num_blocks * self.kv.block_size)
         self._back_pressure.check(
             len(message.prompt_token_ids),
-            num_waiting=len(self.waiting),
-            num_tokens=self.waiting.num_tokens,
-            num_rows=self.limits.max_num_seqs - len(self.running),
+            num_waiting=len(self.roster.waiting),
+            num_tokens=self.roster.waiting.num_tokens,
+            num_rows=self.limits.max_num_seqs - len(self.roster.running),
             now=self.clock(),
         )
-        assert message.request_id not in self.requests, f"{message.request_id} is already here"
         priority = message.priority if self.limits.policy == "priority" else 0
         request = make_request(message, (priority, self._num_arrived), self.kv.block_size)
         self._num_arrived += 1
-        self.requests[request.request_id] = request
-        self.waiting.push(request)
+        self.roster.join(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests wherever they are, with no delta. Unknown ids are ignored."""
         for request_id in request_ids:
-            request = self.requests.get(request_id)
+            request = self.roster.requests.get(request_id)
             if request is not None:
                 self._end(request, FinishReason.ABORT)
-        self._drop_ended_from_running()
+        self.roster.drop_ended()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; what runs goes on with the blocks it has."""
@@ -98,17 +88,19 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether `schedule` may have something to say."""
-        return bool(self.requests or self._released)
+        return bool(self.roster.requests) or self.roster.has_released()
 
     # ------------------------------------------------------------------ making a step
 
     def schedule(self) -> SchedulerOutput:
         """The next step's plan; empty when nothing can or need be done before another retires."""
         now = self.clock()
-        plan = PlanBuilder(self._launched.next_number, self.limits, self._released)
-        self._released = []
+        released = self.roster.take_released()
+        plan = PlanBuilder(self._launched.next_number, self.limits, released)
         self._delay.begin_step(now)
-        may_start = self._delay.allows(now, self.waiting.earliest_arrival(), len(self.running))
+        may_start = self._delay.allows(
+            now, self.roster.waiting.earliest_arrival(), len(self.roster.running)
+        )
         if self.limits.policy == "priority" and may_start:
             self._make_way_for_urgent(plan)
         self._schedule_running(plan)
@@ -121,7 +113,7 @@ class Scheduler:
         return output
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
-        for request in self.running:  # preemption shortens it at the far end only
+        for request in self.roster.running:  # preemption shortens it at the far end only
             num_tokens = request.num_uncomputed_tokens
             if num_tokens > 1 or not plan.tokens_left:
                 num_tokens = plan.share_of(num_tokens)
@@ -136,8 +128,8 @@ class Scheduler:
 
     def _schedule_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
         """Admit while there is budget, a row and room. Nobody overtakes the next in line."""
-        while plan.tokens_left and len(self.running) < self.limits.max_num_seqs:
-            request = self._next_in_line(plan)
+        while plan.tokens_left and len(self.roster.running) < self.limits.max_num_seqs:
+            request = self.roster.next_in_line(may_start_long=plan.may_start_long())
             if request is None or self._launched.name(request):
                 return  # while its last step is out, its tokens are not all known
             if request.status is SWAPPED:
@@ -148,17 +140,6 @@ class Scheduler:
                 return
             self._admit(request, plan, now)
 
-    def _next_in_line(self, plan: PlanBuilder) -> Request | None:
-        """Swapped-out requests go first, except before more urgent ones.
-
-        Long prompts are passed over while as many as may be are partial.
-        """
-        swapped = self.swapped.peek()
-        waiting = self.waiting.peek() if plan.may_start_long() else self.waiting.peek_short()
-        if swapped is None or (waiting is not None and waiting.priority < swapped.priority):
-            return waiting
-        return swapped
-
     def _swap_in(self, request: Request, plan: PlanBuilder) -> bool:
         """Bring a request's KV back if there is room."""
         if not plan.may_start(request, request.num_uncomputed_tokens):
@@ -168,7 +149,6 @@ class Scheduler:
         )
         if copies is None:
             return False
-        self.swapped.remove(request)
         plan.swap_in += copies
         self._totals.blocks_swapped += len(copies)
         return True
@@ -189,7 +169,6 @@ class Scheduler:
         )
         if room is None:
             return False
-        self.waiting.remove(request)
         self._start_at(request, num_matched_tokens)
         plan.has_prompt = True
         return True
@@ -211,11 +190,10 @@ class Scheduler:
 
     def _admit(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """Give a row to a request that has its blocks, and its first tokens."""
-        request.status = RUNNING
+        self.roster.admit(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             self._back_pressure.note_start(now)
-        insort(self.running, request, key=attrgetter("order"))
         block_ids = self.kv.block_ids(request.request_id)
         plan.admitted.append(
             RowData(
@@ -239,7 +217,7 @@ class Scheduler:
         """
         wanted = request.num_computed_tokens + num_tokens
         while (new_block_ids := self.kv.grow(request.request_id, wanted)) is None:
-            later = self.running[self.running.index(request) + 1 :]
+            later = self.roster.running[self.roster.running.index(request) + 1 :]
             victim = self._preemption.choose_victim(later) if later else request
             self._preempt(victim, plan)
             if victim is request:
@@ -253,35 +231,13 @@ class Scheduler:
         It is admitted in the next step. Equal priorities never displace each other. Comes before
         anything is placed, so that no victim is in the plan.
         """
-        urgent = self._next_in_line(plan)
+        urgent = self.roster.next_in_line(may_start_long=plan.may_start_long())
         if urgent is None or self._launched.name(urgent):
             return
-        victims = [r for r in reversed(self.running) if r.priority > urgent.priority]
-        if not victims or not self._would_help(urgent, victims):
-            return
-        for victim in victims:  # the tail of `running`, which is in order of priority
-            if len(self.running) < self.limits.max_num_seqs and self._lacks(urgent) <= 0:
+        for victim in self._preemption.victims_for(urgent, self.roster.running):
+            if len(self.roster.running) < self.limits.max_num_seqs and self._lacks(urgent) <= 0:
                 return
             self._preempt(victim, plan)
-
-    def _would_help(self, urgent: Request, victims: list[Request]) -> bool:
-        """Whether the request could be admitted with all of the victims gone: none goes in vain."""
-        num_staying = len(self.running) - len(victims)
-        if num_staying >= self.limits.max_num_seqs or not self._may_be_partial_beside(num_staying):
-            return False
-        freed = self.kv.num_blocks_only_held_by([victim.request_id for victim in victims])
-        room = headroom(urgent, num_staying, self._watermark)
-        needed = self.kv.num_blocks_needed(urgent.num_tokens) + room
-        return needed <= self.kv.num_blocks_free + freed
-
-    def _may_be_partial_beside(self, num_staying: int) -> bool:
-        """Whether the first of `running` leave room for another partial prefill, of any length."""
-        limits = self.limits
-        partial = [r for r in self.running[:num_staying] if r.num_uncomputed_tokens > 1]
-        num_long = sum(r.num_tokens > limits.max_share for r in partial)
-        return within(len(partial), limits.max_num_partial_prefills) and within(
-            num_long, limits.max_long_partial_prefills
-        )
 
     def _lacks(self, request: Request) -> int:
         """Blocks that must become free before a queued request can be admitted; 0 or less: none."""
@@ -290,7 +246,6 @@ class Scheduler:
         return needed - self.kv.num_blocks_free
 
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
-        self.running.remove(victim)
         plan.released.append(victim.request_id)
         plan.preempted.append(victim)
         victim.num_preemptions += 1
@@ -302,8 +257,7 @@ class Scheduler:
             assert copies is not None, "choose_mode saw room on the host"
             plan.swap_out += copies
             self._totals.blocks_swapped += len(copies)
-            victim.status = SWAPPED
-            self.swapped.push(victim)
+            self.roster.queue(victim, SWAPPED)
         else:
             self._totals.tokens_to_recompute += num_tokens
             self._requeue_for_recompute(victim)
@@ -320,11 +274,10 @@ class Scheduler:
     def _requeue_for_recompute(self, request: Request) -> None:
         self.kv.free(request.request_id)
         request.num_computed_tokens = 0
-        request.status = WAITING
-        self.waiting.push(request)
+        self.roster.queue(request, WAITING)
 
     def _headroom(self, request: Request) -> int:
-        return headroom(request, len(self.running), self._watermark)
+        return self._preemption.headroom(request, len(self.roster.running))
 
     # ------------------------------------------------------------------ taking in a step's result
 
@@ -351,7 +304,7 @@ class Scheduler:
                 if delta.finish_reason is not None:
                     self._end(request, delta.finish_reason)
         self._totals.generation_tokens += num_generated
-        self._drop_ended_from_running()
+        self.roster.drop_ended()
         return deltas
 
     def _commit(self, entry: ScheduledRequest, request: Request) -> None:
@@ -366,9 +319,7 @@ class Scheduler:
         """End the requests of a step that raised; nothing it should have written is used again."""
         now = self.clock()
         step = self._launched.retire(plan, now)
-        # Rows the step should have given back may still be held; the worker ignores those that are
-        # not. A request that has got a row since keeps it.
-        self._released += [i for i in plan.released if not self._has_row(i)]
+        self.roster.release_again(plan.released)
         failed = step.requests + [r for r in step.preempted if self._lost_its_copy(r)]
         deltas = []
         for request in failed:
@@ -383,17 +334,12 @@ class Scheduler:
                         times=request.times(now),
                     )
                 )
-        self._drop_ended_from_running()
+        self.roster.drop_ended()
         return deltas
-
-    def _has_row(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is not None and request.status is RUNNING
 
     def _lost_its_copy(self, victim: Request) -> bool:
         """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
         if victim.status is SWAPPED and not self._launched.name(victim):
-            self.swapped.remove(victim)
             self._requeue_for_recompute(victim)
             return False
         return victim.status is not WAITING
@@ -401,23 +347,9 @@ class Scheduler:
     # ------------------------------------------------------------------ ends
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        """Free all of a request's blocks. Callers then `_drop_ended_from_running`."""
-        if request.status is RUNNING:
-            self._released.append(request.request_id)
-            self._any_ended = True
-        elif request.status is WAITING:
-            self.waiting.remove(request)
-        else:
-            self.swapped.remove(request)
-        request.status = FINISHED
-        request.finish_reason = reason
+        """Free all of a request's blocks. Callers then `roster.drop_ended`."""
+        self.roster.end(request, reason)
         self.kv.free(request.request_id)
-        del self.requests[request.request_id]
-
-    def _drop_ended_from_running(self) -> None:
-        if self._any_ended:
-            self.running = [r for r in self.running if r.status is RUNNING]
-            self._any_ended = False
 
     # ------------------------------------------------------------------ looking in
 
@@ -425,9 +357,9 @@ class Scheduler:
         """The state now, the totals, and the sizes of steps retired since the last call."""
         return self._totals.stats(
             self.kv,
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_swapped=len(self.swapped),
+            num_running=len(self.roster.running),
+            num_waiting=len(self.roster.waiting),
+            num_swapped=len(self.roster.swapped),
         )
 
     def check_invariants(self) -> None:

@@ -127,7 +127,7 @@ def test_a_depth_of_two_launches_the_next_step_before_the_last_is_known() -> Non
     run.core.handle(add_request("a", 3, 5))
     assert run.core.step() == []  # launched, not retired
     assert [d.token_ids for d in run.core.step()] == [reference(add_request("a", 3, 5))[:1]]
-    assert run.scheduler.requests["a"].num_in_flight == 1
+    assert run.scheduler.roster.requests["a"].num_in_flight == 1
 
 
 def test_val_02_a_request_larger_than_the_pool_is_refused_and_the_next_is_answered() -> None:

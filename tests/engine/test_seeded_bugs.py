@@ -126,15 +126,15 @@ class EqualsDisplaceEachOther(Scheduler):
     """Ties broken by arrival: the older of two equal requests pushes the younger out."""
 
     def _make_way_for_urgent(self, plan: PlanBuilder) -> None:
-        urgent = self._next_in_line(plan)
-        if urgent is not None and not self._launched.name(urgent) and self.running:
-            self._preempt(self.running[-1], plan)
+        urgent = self.roster.next_in_line(may_start_long=True)
+        if urgent is not None and not self._launched.name(urgent) and self.roster.running:
+            self._preempt(self.roster.running[-1], plan)
 
 
 @seeded
 class EvictsTheEldest(Scheduler):
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
-        super()._preempt(self.running[0], plan)
+        super()._preempt(self.roster.running[0], plan)
 
 
 @seeded
@@ -186,9 +186,7 @@ class MatchesUnscoredPrompts(Scheduler):
 class KeepsBlocksOfTheAborted(Scheduler):
     def _end(self, request: Request, reason: FinishReason) -> None:
         if reason is FinishReason.ABORT and request.status is not RequestStatus.RUNNING:
-            del self.requests[request.request_id]
-            queue = self.waiting if request in self.waiting else self.swapped
-            queue.remove(request)
+            self.roster.end(request, reason)
         else:
             super()._end(request, reason)
 

@@ -15,7 +15,7 @@ from tests.strategies import add_request, limits
 
 def partial(scheduler: Scheduler) -> list[int]:
     """Known tokens of the running requests whose prompts are not done."""
-    return [r.num_tokens for r in scheduler.running if r.num_uncomputed_tokens > 1]
+    return [r.num_tokens for r in scheduler.roster.running if r.num_uncomputed_tokens > 1]
 
 
 def test_the_threshold_caps_one_requests_share_of_a_step() -> None:

@@ -7,7 +7,7 @@ import pytest
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.manager import KVCacheManager
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput
-from serve.scheduler.preemption import Preemption, PreemptionMode, headroom
+from serve.scheduler.preemption import Preemption, PreemptionMode
 from serve.scheduler.request import Request, make_request
 from serve.scheduler.step_costs import StepCosts
 from tests.strategies import add_request, limits
@@ -115,9 +115,11 @@ def test_only_the_least_urgent_are_victims(policy: str) -> None:
 
 
 def test_headroom_doubles_with_every_preemption() -> None:
-    rooms = [headroom(victim(num_preemptions=n), num_running=3, watermark=1) for n in range(5)]
+    decides = preemption(KVCacheManager(100, 4, 0), "recompute")
+    rooms = [decides.headroom(victim(num_preemptions=n), num_running=3) for n in range(5)]
     assert rooms == [1, 4, 10, 22, 46]
 
 
 def test_an_idle_engine_asks_for_no_headroom() -> None:
-    assert headroom(victim(num_preemptions=20), num_running=0, watermark=5) == 0
+    decides = preemption(KVCacheManager(500, 4, 0), "recompute")
+    assert decides.headroom(victim(num_preemptions=20), num_running=0) == 0

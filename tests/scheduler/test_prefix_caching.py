@@ -111,7 +111,7 @@ def test_sch_19_a_chunk_still_to_come_is_not_found() -> None:
     step(scheduler)  # 10 tokens: two full blocks
     scheduler.add(add_request("b", prompt, 5))
     assert shares(step(scheduler)[0]) == {"a": 6, "b": 4}
-    assert scheduler.requests["b"].num_cached_tokens == 8
+    assert scheduler.roster.requests["b"].num_cached_tokens == 8
 
 
 def test_sch_21_other_salts_share_nothing() -> None:
@@ -157,7 +157,7 @@ def test_forgetting_prefixes_leaves_running_requests_alone() -> None:
     drive(run, [Arrival(first, 0)])
     run.core.handle(second)
     run.core.step()
-    assert run.scheduler.requests["b"].num_cached_tokens == 8
+    assert run.scheduler.roster.requests["b"].num_cached_tokens == 8
     run.scheduler.forget_prefixes()
     drive(run, [Arrival(third, 0)])
     wanted = reference_completion(prompt, first.sampling)
@@ -204,7 +204,7 @@ def test_sch_17_shared_blocks_are_counted_right(depth: int, mode: str) -> None:
         run.scheduler.check_invariants()
         stats = run.scheduler.stats()
         assert 0 <= stats.num_blocks_used <= 14
-        in_tables = sum(len(run.kv.block_ids(r.request_id)) for r in run.scheduler.running)
+        in_tables = sum(len(run.kv.block_ids(r.request_id)) for r in run.scheduler.roster.running)
         shared.append(in_tables - stats.num_blocks_used)
 
     drive(run, workload.arrivals, after_turn=watch)

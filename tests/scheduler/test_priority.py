@@ -93,7 +93,7 @@ def test_a_swapped_out_request_does_not_hold_back_more_urgent_ones(mode: str) ->
     )
     scheduler.add(add_request("a", 16, 20, priority=0))
     scheduler.add(add_request("b", 16, 20, priority=5))
-    while not scheduler.waiting and not scheduler.swapped:
+    while not scheduler.roster.waiting and not scheduler.roster.swapped:
         step(scheduler)
     scheduler.add(add_request("urgent", 2, 2, priority=0))
     plan, _ = step(scheduler)

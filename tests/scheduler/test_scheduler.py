@@ -219,7 +219,7 @@ def test_sch_09_preemption_never_livelocks(mode: str, host_blocks: int, victim: 
 
     def watch(plan: SchedulerOutput, deltas: list[TokenDelta]) -> None:
         assert shares(plan).keys() >= set(eldest), f"{eldest}, the eldest running, stands still"
-        eldest[:] = [request.request_id for request in scheduler.running[:1]]
+        eldest[:] = [request.request_id for request in scheduler.roster.running[:1]]
         for delta in deltas:
             if delta.times is not None:
                 preemptions[delta.request_id] = delta.times.num_preemptions
@@ -250,8 +250,9 @@ def test_sch_13_a_preempted_request_resumes_before_any_that_never_ran(mode: str)
             order.append(name)
         waiting_preempted.update(
             r.request_id
-            for r in scheduler.requests.values()
-            if r.num_preemptions and r.request_id not in {x.request_id for x in scheduler.running}
+            for r in scheduler.roster.requests.values()
+            if r.num_preemptions
+            and r.request_id not in {x.request_id for x in scheduler.roster.running}
         )
 
     run_until_done(scheduler, after=watch)
@@ -266,7 +267,7 @@ def test_the_last_in_order_makes_room() -> None:
         plan, _ = step(scheduler)
     assert plan.released == ["b"]
     assert shares(plan) == {"a": 1}
-    assert [r.num_computed_tokens for r in scheduler.waiting] == [0]
+    assert [r.num_computed_tokens for r in scheduler.roster.waiting] == [0]
 
 
 def test_what_preemption_costs_is_counted() -> None:
@@ -317,7 +318,7 @@ def test_swapped_requests_come_before_waiting_ones() -> None:
     )
     scheduler.add(add_request("a", 12, 18))
     scheduler.add(add_request("b", 12, 18))
-    while not scheduler.swapped:
+    while not scheduler.roster.swapped:
         step(scheduler)
     scheduler.add(add_request("tiny", 1, 2))
     plans: list[SchedulerOutput] = []
@@ -331,7 +332,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
         scheduler.add(add_request(f"r{i}", 4, 24))
 
     def watch(plan: SchedulerOutput, deltas: object) -> None:
-        finished = {i for i in plan.released if i not in scheduler.requests}
+        finished = {i for i in plan.released if i not in scheduler.roster.requests}
         assert not (plan.admitted and set(plan.released) - finished)
 
     run_until_done(scheduler, after=watch)

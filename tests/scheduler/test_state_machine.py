@@ -58,10 +58,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.got[message.request_id] = []
         self.scheduler.add(message)
 
-    @precondition(lambda self: self.scheduler.requests)
+    @precondition(lambda self: self.scheduler.roster.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.scheduler.abort([data.draw(st.sampled_from(sorted(self.scheduler.requests)))])
+        self.scheduler.abort([data.draw(st.sampled_from(sorted(self.scheduler.roster.requests)))])
 
     @rule()
     def forget_prefixes(self) -> None:
