@@ -24,7 +24,7 @@ def decode_table(machine: Machine, rates: Rates) -> list[dict[str, float]]:
                     "batch": batch,
                     "context": context,
                     "microseconds": time * 1e6,
-                    "   GB/s": gb_s,
+                    "GB/s": gb_s,
                     "share of copy": gb_s / rates.copy_gb_s,
                 }
             )

@@ -19,9 +19,11 @@ def gpu_arithmetic() -> Iterator[None]:
 
     Left alone, the interpreter cuts bfloat16 off instead of rounding, and its `tl.dot` multiplies
     the bit patterns as integers. Widening to fp32 loses nothing: a GPU's products are exact too.
+    Triton 3.6 needs help, besides, to use its scalars as loop bounds with numpy 2.4.
     """
     convert_float = interpreter._convert_float
     create_dot = interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if (source, target) == (tl.float32, tl.bfloat16):
@@ -38,9 +40,14 @@ def gpu_arithmetic() -> Iterator[None]:
         )
         return create_dot(self, a, b, *rest)
 
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(interpreter, "_convert_float", convert)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
         yield
 
 

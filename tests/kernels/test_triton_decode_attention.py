@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.kernels.triton import triton_kernels
@@ -94,6 +94,7 @@ def test_a_window_bounds_what_there_is_to_split() -> None:
     assert plan_splits(step.meta, 1, 100, multiprocessors=8) == (1, 1)
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 300),
     heads=st.sampled_from([1, 2, 4, 8, 32]),
