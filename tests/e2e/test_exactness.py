@@ -23,6 +23,9 @@ from tests.e2e.shared_model import MAX_MODEL_LEN, Completion, Engine, SharedMode
 
 TIE = 1e-4
 
+# Loading the real model into both implementations takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 TEXTS = [
     "The capital of France is",
     "def fibonacci(n):\n    ",
