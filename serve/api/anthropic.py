@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve.api.body import read_body
-from serve.api.chat import ChatTask, prepare
+from serve.api.chat import ChatTask, begin, prepare
 from serve.api.chunks import new_envelope, text_json
 from serve.api.conversation import conversation_ids
 from serve.api.errors import MissingField, Unsupported, error_headers, error_info, error_kind
@@ -72,10 +72,10 @@ def anthropic_routes(service: Service) -> APIRouter:
             body = await read_body(request, MessagesRequest, max_bytes)
             envelope = new_envelope(service, body.model, "message", f"msg_{request_id_of(request)}")
             task = await prepare(_chat_request(body), service, envelope)
+            outputs = begin(task, service)
             if body.stream:
-                outputs = Outputs(service, task.job)
                 return EventStream(events(task, outputs), outputs, error_event=_error_event)
-            (choice,), usage = await unless_gone(request, collect(service, task.job))
+            (choice,), usage = await unless_gone(request, collect(outputs))
         except (RequestError, EngineError) as error:
             return _error_response(error)
         return _json(_answer(task, choice, usage))

@@ -37,7 +37,7 @@ from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.api.streaming import DONE, EventStream, unless_gone
 from serve.engine.outputs import RequestOutput
-from serve.errors import InvalidRequest
+from serve.errors import InvalidRequest, RequestError
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -57,10 +57,10 @@ def chat_routes(service: Service) -> APIRouter:
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, kind, f"chatcmpl-{label}")
         task = await prepare(body, service, envelope)
+        outputs = begin(task, service)
         if body.stream:
-            outputs = Outputs(service, task.job)
             return EventStream(events(task, body, outputs), outputs)
-        choices, usage = await unless_gone(request, collect(service, task.job))
+        choices, usage = await unless_gone(request, collect(outputs))
         answer = whole_answer(task, choices, usage)
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
@@ -111,6 +111,16 @@ async def prepare(body: ChatCompletionRequest, service: Service, envelope: Envel
         gives_prompt_logprobs=num_prompt is not None,
         gives_token_ids=bool(body.return_token_ids),
     )
+
+
+def begin(task: ChatTask, service: Service) -> Outputs:
+    """Hand the task to the engine. Raises RequestError in the words of this API."""
+    try:
+        return Outputs(service, task.job)
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = "messages"
+        raise
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

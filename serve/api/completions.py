@@ -62,10 +62,10 @@ def completion_routes(service: Service) -> APIRouter:
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, "text_completion", f"cmpl-{label}")
         task = await prepare(body, service, envelope)
+        outputs = Outputs(service, task.job)
         if body.stream:
-            outputs = Outputs(service, task.job)
             return EventStream(events(task, body, outputs), outputs)
-        choices, usage = await unless_gone(request, collect(service, task.job))
+        choices, usage = await unless_gone(request, collect(outputs))
         answer = whole_answer(task, choices, usage)
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 

@@ -199,10 +199,9 @@ class Choice:
         return "stop" if self.finish_reason is FinishReason.STOP else "length"
 
 
-async def collect(service: Service, job: Job) -> tuple[list[Choice], Usage]:
-    """Generate everything and return it whole."""
-    outputs = Outputs(service, job)
-    choices = [Choice() for _ in range(job.num_choices)]
+async def collect(outputs: Outputs) -> tuple[list[Choice], Usage]:
+    """Generate everything, close the outputs, and return it whole."""
+    choices = [Choice() for _ in outputs.tally.generated]
     try:
         async for index, output in outputs:
             choices[index].add(output)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve.api.body import read_body
-from serve.api.chat import ChatTask, prepare
+from serve.api.chat import ChatTask, begin, prepare
 from serve.api.chunks import new_envelope, text_json
 from serve.api.errors import NotStored, Unsupported, error_info
 from serve.api.generation import Choice, Outputs, collect
@@ -56,12 +56,16 @@ def responses_routes(service: Service) -> APIRouter:
     )
     async def create_response(request: Request) -> Response:
         body = await read_body(request, ResponsesRequest, max_bytes)
-        task = await _prepare(body, service, store)
+        try:
+            task = await _prepare(body, service, store)
+            outputs = begin(task.chat, service)
+        except RequestError as error:
+            error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
+            raise
         if body.stream:
-            outputs = Outputs(service, task.chat.job)
             writer = _EventWriter(task, outputs, store)
             return EventStream(writer.events(), outputs, error_event=writer.failed)
-        (choice,), usage = await unless_gone(request, collect(service, task.chat.job))
+        (choice,), usage = await unless_gone(request, collect(outputs))
         return _json(_finish(task, choice, usage, store))
 
     @router.get("/v1/responses/{response_id}", response_model=ResponsesAnswer)
@@ -116,12 +120,7 @@ async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStor
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         stream=body.stream,
     )
-    try:
-        task = await prepare(chat, service, envelope)
-    except RequestError as error:
-        head = (error.param or "").partition(".")[0]
-        error.param = _PARAMS.get(head, error.param)
-        raise
+    task = await prepare(chat, service, envelope)
     return _Task(body, task, messages, f"msg_{uuid.uuid4().hex}")
 
 

@@ -395,6 +395,17 @@ def test_what_asks_for_nothing_special_is_accepted(
     assert text_of(chat(http, **fields)) == ANSWER
 
 
+def test_a_conversation_beyond_the_context_is_refused_with_the_limit(
+    http: httpx.Client, server: Server
+) -> None:
+    for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        body = {name: [{"role": "user", "content": " one" * 600}]}
+        error = http.post(path, json=body).json()["error"]
+        assert error["param"] == name
+        assert error["code"] == "context_length_exceeded"
+        assert str(server.client.max_model_len) in error["message"]
+
+
 def test_token_ids_come_on_request(http: httpx.Client, server: Server) -> None:
     answer = chat(http, return_token_ids=True, max_tokens=2).json()
 

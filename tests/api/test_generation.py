@@ -91,7 +91,7 @@ def job(num_prompts: int = 1, n: int = 1, seed: int | None = None) -> Job:
 async def test_choices_are_put_together_each_from_its_own_stream() -> None:
     service = service_of(spelled("abc"), spelled("de"), spelled(""), spelled("fghi"))
 
-    choices, usage = await collect(service, job(num_prompts=2, n=2))
+    choices, usage = await collect(Outputs(service, job(num_prompts=2, n=2)))
 
     assert [choice.text for choice in choices] == ["abc", "de", "", "fghi"]
     assert [choice.token_ids for choice in choices][1] == [ord("d"), ord("e")]
@@ -106,7 +106,7 @@ async def test_cached_tokens_count_once_per_prompt() -> None:
     ends = [output("", 0, FinishReason.STOP, num_cached_tokens=c) for c in (5, 7, 1, 2)]
     service = service_of(*[[end] for end in ends])
 
-    _, usage = await collect(service, job(num_prompts=2, n=2))
+    _, usage = await collect(Outputs(service, job(num_prompts=2, n=2)))
 
     assert usage.prompt_tokens_details.cached_tokens == 5 + 1
 
@@ -117,7 +117,7 @@ async def test_a_failure_ends_everything(num_prompts: int) -> None:
     service = service_of([output("a", 1), failed], [None], [output("b", 1), None])
 
     with pytest.raises(StepFailed, match="it broke"):
-        await collect(service, job(num_prompts))
+        await collect(Outputs(service, job(num_prompts)))
 
     assert service.open_requests.count == service.engine.num_open == 0
 
@@ -126,12 +126,12 @@ async def test_a_failure_ends_everything(num_prompts: int) -> None:
 async def test_what_the_engine_raises_is_raised(num_prompts: int) -> None:
     service = service_of([EngineDead("gone")], [None])
     with pytest.raises(EngineDead, match="gone"):
-        await collect(service, job(num_prompts))
+        await collect(Outputs(service, job(num_prompts)))
     assert service.engine.num_open == 0
 
     shutting_down = service_of([output("", 0, FinishReason.ABORT)])
     with pytest.raises(EngineDead, match="shutting down"):
-        await collect(shutting_down, job())
+        await collect(Outputs(shutting_down, job()))
 
 
 def test_a_refusal_comes_before_anything_is_started() -> None:
@@ -147,7 +147,7 @@ def test_a_refusal_comes_before_anything_is_started() -> None:
 @pytest.mark.parametrize("num_prompts", [1, 3])
 async def test_cancelling_the_reader_ends_the_streams(num_prompts: int) -> None:
     service = service_of(*[[output("a", 1), None]] * num_prompts)
-    task = asyncio.create_task(collect(service, job(num_prompts)))
+    task = asyncio.create_task(collect(Outputs(service, job(num_prompts))))
     while service.engine.num_open < num_prompts:
         await asyncio.sleep(0)
 
@@ -170,7 +170,7 @@ async def test_closing_twice_or_before_reading_is_fine() -> None:
 async def test_only_later_choices_have_their_seed_moved() -> None:
     service = service_of(*[spelled("")] * 4)
 
-    await collect(service, job(num_prompts=2, n=2, seed=2**63 - 1))
+    await collect(Outputs(service, job(num_prompts=2, n=2, seed=2**63 - 1)))
 
     assert [s.seed for _, s, _ in service.engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
 
