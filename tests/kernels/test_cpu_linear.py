@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve.kernels.cpu.linear import narrowest, panels_of
 from tests.kernels.cpu_kernels import compiled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -75,30 +74,6 @@ def test_a_row_of_nan_stays_with_itself() -> None:
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(poisoned[others], clean[others])
     assert poisoned[4].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_are_kept_in_the_narrowest_type_that_loses_nothing(dtype: torch.dtype) -> None:
-    weight = weight_of(dtype, 16, 64)
-    weight[0, 0] = 2.0**-26 + 2.0**-33  # fits bfloat16's exponents, but not float16's
-    weight[0, 1] = 1e38 if dtype is torch.bfloat16 else 0.5
-    weight = weight.to(dtype).float()
-
-    narrow = narrowest(weight)
-
-    assert narrow.dtype is dtype
-    assert torch.equal(narrow.float(), weight)
-
-
-def test_panels_hold_sixteen_outputs_side_by_side() -> None:
-    weight = torch.arange(20 * 3).view(20, 3).float()
-
-    panels = panels_of(weight)
-
-    assert panels.shape == (2, 3, 16)
-    assert torch.equal(panels[0, 1], weight[:16, 1])
-    assert torch.equal(panels[1, 2, :4], weight[16:, 2])
-    assert not panels[1, :, 4:].any()
 
 
 def test_no_rows_make_no_result() -> None:

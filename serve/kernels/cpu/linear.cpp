@@ -8,7 +8,7 @@
 
 #include "api.h"
 #include "pool.h"
-#include "tile.h"
+#include "storage.h"
 
 namespace serve {
 namespace {
@@ -17,20 +17,6 @@ namespace {
 // while a panel of that depth (384 * 16 * 4 B = 24 KiB) stays in the L1 cache for all of them.
 constexpr int64_t kRowsPerPass = 192;
 constexpr int64_t kDepthPerPass = 384;
-
-// How weights are stored: called with the place of sixteen of them, gives them as fp32.
-struct Float32 {
-  using Weight = float;
-  Vec operator()(const float* p, int64_t) const { return load(p); }
-};
-struct Float16 {
-  using Weight = uint16_t;
-  Vec operator()(const uint16_t* p, int64_t) const { return widen_half(load_256(p)); }
-};
-struct BFloat16 {
-  using Weight = uint16_t;
-  Vec operator()(const uint16_t* p, int64_t) const { return widen_bfloat(load_256(p)); }
-};
 
 struct Shape {
   const float* rows;
@@ -61,92 +47,118 @@ void copy_columns(const Target& from, const Shape& s, int64_t first_row, int64_t
   }
 }
 
-// One or two rows: weights are read once, straight from memory, several panels abreast, which keeps
-// memory busier than fetching the next panel ahead.
+template <class Storage>
+const uint8_t* place(const uint8_t* packed, int64_t in, int64_t panel, int64_t k) {
+  return packed + (panel * in + k) / Storage::kDepth * Storage::kBytes;
+}
+
+// P panels for R rows, straight from memory.
+template <int R, int P, class Storage>
+void multiply_panels(const Shape& s, const uint8_t* packed, int64_t panel, const Target& out) {
+  const int64_t panel_bytes = s.in / Storage::kDepth * Storage::kBytes;
+  const uint8_t* at = packed + panel * panel_bytes;
+  if constexpr (Storage::kDepth == kPlain) {
+    using Weight = typename Storage::Weight;
+    const Weight* panels[P];
+    for (int p = 0; p < P; ++p) {
+      panels[p] = reinterpret_cast<const Weight*>(at + p * panel_bytes);
+    }
+    multiply_tile<R, P>(s.rows, s.in, panels, kLanes, s.in, out.at, out.stride, false, Storage{});
+  } else {
+    multiply_blocks<R, Storage>(s.rows, s.in, at, s.in, out.at, out.stride);
+  }
+}
+
+// So few rows that memory, or the unpacking of blocks, is the limit: weights are read once, in
+// registers only. Plain ones are read several panels abreast, which keeps memory busier than
+// fetching the next one ahead and covers the latency of fma.
 template <int R, class Storage>
-void few_rows(const Shape& s, const typename Storage::Weight* packed, int64_t first_panel,
-              int64_t last_panel) {
-  constexpr int P = 4 / R;  // eight accumulators cover the latency of fma
+void few_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64_t last_panel) {
+  constexpr int P = Storage::kDepth == kPlain ? 4 / R : 1;
   int64_t panel = first_panel;
   for (; panel + P <= last_panel && (panel + P) * kLanes <= s.out; panel += P) {
-    const typename Storage::Weight* panels[P];
-    for (int p = 0; p < P; ++p) panels[p] = packed + (panel + p) * s.in * kLanes;
-    multiply_tile<R, P>(s.rows, s.in, panels, kLanes, s.in, s.result + panel * kLanes, s.out,
-                        false, Storage{});
+    multiply_panels<R, P, Storage>(s, packed, panel, {s.result + panel * kLanes, s.out});
   }
   for (; panel < last_panel; ++panel) {
-    const auto* at = packed + panel * s.in * kLanes;
     const int64_t first = panel * kLanes, last = std::min(first + kLanes, s.out);
     float columns[R * kLanes];
-    multiply_tile<R, 1>(s.rows, s.in, &at, kLanes, s.in, columns, kLanes, false, Storage{});
+    multiply_panels<R, 1, Storage>(s, packed, panel, {columns, kLanes});
     copy_columns({columns, kLanes}, s, 0, R, first, last);
   }
 }
 
-// A part of one panel, [depth, 16], and the one that will be needed after it.
-template <class Weight>
+// A part of one panel, and the one that will be needed after it.
 struct Segment {
-  const Weight* weights;
-  const Weight* next;
+  const uint8_t* weights;
+  const uint8_t* next;
   int64_t depth;
 };
 
-// A pass of rows times one segment. The first tile of rows widens the weights and keeps them for
-// the others in `wide`. Every tile fetches its share of the next segment, so that memory is busy
-// all the time and not only while a segment is first read.
+// Rows at `at`, in the tile's strides.
+struct Rows {
+  const float* at;
+  int64_t stride, count;
+};
+
+// A pass of rows times one segment. Weights are widened once and kept for all tiles of rows in
+// `wide`: plain ones by the first tile on its way. Every tile fetches its share of the next segment,
+// so that memory is busy all the time and not only while a segment is first read.
 template <class Storage>
-void multiply_segment(const Segment<typename Storage::Weight>& segment, const float* rows,
-                      int64_t row_stride, int64_t num_rows, float* out, int64_t out_stride,
-                      bool accumulate, float* wide) {
-  using Weight = typename Storage::Weight;
-  const int64_t tiles = (num_rows + kMaxTileRows - 1) / kMaxTileRows;
-  const int64_t step = kLanes * int64_t{sizeof(Weight)} / tiles;  // bytes per k
-  auto ahead = reinterpret_cast<const char*>(segment.next);
-  balanced(num_rows, kMaxTileRows, [&](int64_t row, int64_t size) {
+void multiply_segment(const Segment& segment, const Rows& rows, const Target& out, bool accumulate,
+                      float* wide) {
+  const int64_t tiles = (rows.count + kMaxTileRows - 1) / kMaxTileRows;
+  const int64_t step = Storage::kBytes / Storage::kDepth / tiles;  // bytes per k
+  const uint8_t* ahead = segment.next;
+  auto stored_wide = reinterpret_cast<const float*>(segment.weights);
+  if constexpr (Storage::kDepth != kPlain) unpack<Storage>(segment.weights, segment.depth, wide);
+  if constexpr (!std::is_same_v<Storage, Float32>) stored_wide = wide;
+  balanced(rows.count, kMaxTileRows, [&](int64_t row, int64_t size) {
     with_rows(size, [&]<int R>() {
       auto multiply = [&](auto panel, auto load_panel) {
-        multiply_tile<R, 1>(rows + row * row_stride, row_stride, &panel, kLanes, segment.depth,
-                            out + row * out_stride, out_stride, accumulate, load_panel);
+        multiply_tile<R, 1>(rows.at + row * rows.stride, rows.stride, &panel, kLanes,
+                            segment.depth, out.at + row * out.stride, out.stride, accumulate,
+                            load_panel);
       };
-      if constexpr (std::is_same_v<Weight, float>) {
-        multiply(segment.weights, [=](const float* p, int64_t i) {
-          _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-          return load(p);
-        });
-      } else if (row == 0) {
-        multiply(segment.weights, [=](const Weight* p, int64_t i) {
-          _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-          Vec weights = Storage{}(p, i);
-          store(wide + i * kLanes, weights);
-          return weights;
-        });
-      } else {
-        multiply(static_cast<const float*>(wide), [=](const float* p, int64_t i) {
-          _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-          return load(p);
-        });
+      if constexpr (Storage::kDepth == kPlain && !std::is_same_v<Storage, Float32>) {
+        using Weight = typename Storage::Weight;
+        if (row == 0) {
+          return multiply(reinterpret_cast<const Weight*>(segment.weights),
+                          [=](const Weight* p, int64_t i) {
+                            _mm_prefetch(ahead + i * step, _MM_HINT_T0);
+                            Vec weights = Storage{}(p, i);
+                            store(wide + i * kLanes, weights);
+                            return weights;
+                          });
+        }
       }
+      multiply(stored_wide, [=](const float* p, int64_t i) {
+        _mm_prefetch(ahead + i * step, _MM_HINT_T0);
+        return load(p);
+      });
     });
     ahead += step * segment.depth;
   });
 }
 
 template <class Storage>
-void many_rows(const Shape& s, const typename Storage::Weight* packed, int64_t first_panel,
-               int64_t last_panel, float* scratch) {
+void many_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64_t last_panel,
+               float* scratch) {
+  constexpr int64_t D = Storage::kDepth;
   float* wide = scratch;
   float* last_columns = scratch + kDepthPerPass * kLanes;
   balanced(s.num_rows, kRowsPerPass, [&](int64_t first_row, int64_t num_rows) {
-    balanced(s.in, kDepthPerPass, [&](int64_t first_k, int64_t depth) {
+    balanced(s.in / D, kDepthPerPass / D, [&](int64_t first_block, int64_t num_blocks) {
+      const int64_t k = first_block * D, depth = num_blocks * D;
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        const auto* weights = packed + (panel * s.in + first_k) * kLanes;
         const bool turns = panel + 1 == last_panel;  // next: the first panel, deeper
-        const auto* next = turns ? packed + (first_panel * s.in + first_k + depth) * kLanes
-                                 : weights + s.in * kLanes;
+        const Segment segment{place<Storage>(packed, s.in, panel, k),
+                              turns ? place<Storage>(packed, s.in, first_panel, k + depth)
+                                    : place<Storage>(packed, s.in, panel + 1, k),
+                              depth};
         Target target{s.result + first_row * s.out + panel * kLanes, s.out};
         if ((panel + 1) * kLanes > s.out) target = {last_columns, kLanes};
-        multiply_segment<Storage>({weights, next, depth}, s.rows + first_row * s.in + first_k,
-                                  s.in, num_rows, target.at, target.stride, first_k > 0, wide);
+        const Rows rows{s.rows + first_row * s.in + k, s.in, num_rows};
+        multiply_segment<Storage>(segment, rows, target, k > 0, wide);
       }
     });
     if (last_panel * kLanes > s.out) {
@@ -157,20 +169,23 @@ void many_rows(const Shape& s, const typename Storage::Weight* packed, int64_t f
 }
 
 template <class Storage>
+constexpr int kFewRows = Storage::kDepth == kPlain ? 2 : 4;
+
+template <class Storage>
 void multiply(Pool& pool, const Shape& s, const void* weights) {
-  auto* packed = static_cast<const typename Storage::Weight*>(weights);
+  auto packed = static_cast<const uint8_t*>(weights);
   const int64_t num_panels = (s.out + kLanes - 1) / kLanes;
   // Chunks of at least 16 KiB of weights, several per thread so that a disturbed thread can be
-  // helped out, and a multiple of the panels a tile takes abreast.
+  // helped out, and a multiple of the panels that are read abreast.
   const int64_t per_thread = num_panels / (pool.num_threads() * 4);
-  const int64_t worth_it = (1 << 14) / (s.in * kLanes * int64_t{sizeof(*packed)});
+  const int64_t worth_it = (1 << 14) * Storage::kDepth / (s.in * Storage::kBytes);
   const int64_t size = (std::max(per_thread, worth_it) + 4) / 4 * 4;
   pool.run((num_panels + size - 1) / size, [&](int64_t chunk, int thread) {
     const int64_t first = chunk * size, last = std::min(first + size, num_panels);
-    if (s.num_rows == 1) {
-      few_rows<1, Storage>(s, packed, first, last);
-    } else if (s.num_rows == 2) {
-      few_rows<2, Storage>(s, packed, first, last);
+    if (s.num_rows <= kFewRows<Storage>) {
+      with_rows<1, kFewRows<Storage>>(s.num_rows, [&]<int R>() {
+        few_rows<R, Storage>(s, packed, first, last);
+      });
     } else {
       float* scratch = pool.scratch(thread, (kDepthPerPass + kRowsPerPass) * kLanes);
       many_rows<Storage>(s, packed, first, last, scratch);
@@ -203,5 +218,9 @@ void serve_linear(Pool* pool, int32_t storage, const float* rows, int64_t num_ro
       return multiply<Float16>(*pool, shape, weights);
     case 2:
       return multiply<BFloat16>(*pool, shape, weights);
+    case 3:
+      return multiply<Bytes>(*pool, shape, weights);
+    case 4:
+      return multiply<Nibbles>(*pool, shape, weights);
   }
 }

@@ -58,8 +58,13 @@ inline Vec widen_half(__m256i h) { return {_mm512_cvtph_ps(h)}; }
 inline Vec widen_bfloat(__m256i h) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }
-inline Vec widen_unsigned_byte(__m128i b) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))};
+// Nibble J of sixteen words: q * 16^J, or q for the topmost.
+template <int J>
+inline Vec nibble(const void* words) {
+  __m512i w = _mm512_loadu_si512(words);
+  __m512i q = J == 7 ? _mm512_srli_epi32(w, 28)
+                     : _mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(15u << (4 * J))));
+  return {_mm512_cvtepi32_ps(q)};
 }
 inline Vec widen_signed_byte(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))}; }
 
@@ -127,9 +132,18 @@ inline __m256 widen_bfloat(__m128i h) {
 inline Vec widen_bfloat(__m256i h) {
   return {widen_bfloat(_mm256_castsi256_si128(h)), widen_bfloat(_mm256_extracti128_si256(h, 1))};
 }
-inline Vec widen_unsigned_byte(__m128i b) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)),
-          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(b, b)))};
+template <int J>
+inline __m256 nibble(__m256i words) {
+  __m256i q = J == 7
+                  ? _mm256_srli_epi32(words, 28)
+                  : _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(15u << (4 * J))));
+  return _mm256_cvtepi32_ps(q);
+}
+// Nibble J of sixteen words: q * 16^J, or q for the topmost.
+template <int J>
+inline Vec nibble(const void* words) {
+  auto halves = static_cast<const __m256i*>(words);
+  return {nibble<J>(_mm256_loadu_si256(halves)), nibble<J>(_mm256_loadu_si256(halves + 1))};
 }
 inline Vec widen_signed_byte(__m128i b) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),

@@ -59,11 +59,11 @@ inline void balanced(int64_t n, int64_t most, Part part) {
   }
 }
 
-// Calls body.template operator()<R>() with R equal to rows (1 … kMaxTileRows).
-template <int R = 1, class Body>
+// Calls body.template operator()<R>() with R equal to rows (1 … Most).
+template <int R = 1, int Most = kMaxTileRows, class Body>
 inline void with_rows(int64_t rows, Body&& body) {
-  if constexpr (R < kMaxTileRows) {
-    if (rows != R) return with_rows<R + 1>(rows, body);
+  if constexpr (R < Most) {
+    if (rows != R) return with_rows<R + 1, Most>(rows, body);
   }
   body.template operator()<R>();
 }

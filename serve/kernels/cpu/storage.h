@@ -1,0 +1,123 @@
+// The forms weights are stored in, and how each becomes fp32 again, sixteen outputs at a time.
+//
+// Plain forms hold one number per weight: [in, 16] per panel. Block forms share a scale (and an
+// offset) among 32 neighbours along `in`, as GGUF's Q8_0, Q4_0 and Q4_1 do; a block of a panel is
+// kBytes long: fp16 scales[16], fp16 offsets[16] if any, then the integers. The fp32 value is the one
+// GGUF defines, bit for bit: scale * q, plus the offset in one rounding.
+#pragma once
+
+#include "tile.h"
+
+namespace serve {
+
+constexpr int64_t kPlain = 1;
+constexpr int64_t kBlock = 32;
+
+struct Float32 {
+  using Weight = float;
+  static constexpr int64_t kDepth = kPlain, kBytes = 64;
+  Vec operator()(const float* p, int64_t) const { return load(p); }
+};
+
+struct Float16 {
+  using Weight = uint16_t;
+  static constexpr int64_t kDepth = kPlain, kBytes = 32;
+  Vec operator()(const uint16_t* p, int64_t) const { return widen_half(load_256(p)); }
+};
+
+struct BFloat16 {
+  using Weight = uint16_t;
+  static constexpr int64_t kDepth = kPlain, kBytes = 32;
+  Vec operator()(const uint16_t* p, int64_t) const { return widen_bfloat(load_256(p)); }
+};
+
+// A reader of blocks gives the weights of k = 4 * J + g, J = 0 … 7 and g = 0 … 3, in that order.
+
+// Signed bytes, [32][16].
+class Bytes {
+ public:
+  static constexpr int64_t kDepth = kBlock, kBytes = 32 + 32 * 16;
+
+  void begin(const uint8_t* block) {
+    scale_ = widen_half(load_256(block));
+    bytes_ = block + 32;
+  }
+  template <int J>
+  void begin_group() {}
+  template <int J>
+  Vec weight(int g) const {
+    return mul(widen_signed_byte(load_128(bytes_ + 16 * (4 * J + g))), scale_);
+  }
+
+ private:
+  Vec scale_;
+  const uint8_t* bytes_;
+};
+
+// Four bits, unsigned, [4][16] words of 32 bits: word g of an output holds the nibbles of
+// k = 4 * J + g. A nibble is masked where it lies, q * 16^J, and the scale divided by 16^J, which
+// is exact and saves a shift per vector.
+class Nibbles {
+ public:
+  static constexpr int64_t kDepth = kBlock, kBytes = 32 + 32 + 32 * 16 / 2;
+
+  void begin(const uint8_t* block) {
+    scale_ = widen_half(load_256(block));
+    offset_ = widen_half(load_256(block + 32));
+    words_ = block + 64;
+  }
+  template <int J>
+  void begin_group() {
+    step_ = mul(scale_, splat(J == 7 ? 1.0f : 1.0f / static_cast<float>(1 << (4 * J))));
+  }
+  template <int J>
+  Vec weight(int g) const {
+    return fma(nibble<J>(words_ + 64 * g), step_, offset_);
+  }
+
+ private:
+  Vec scale_, offset_, step_;
+  const uint8_t* words_;
+};
+
+template <class Reader, class Use, int J = 0>
+inline __attribute__((always_inline)) void each_weight(Reader& reader, Use use) {
+  reader.template begin_group<J>();
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) use(4 * J + g, reader.template weight<J>(g));
+  if constexpr (J < 7) each_weight<Reader, Use, J + 1>(reader, use);
+}
+
+// Blocks of one panel as fp32, [depth, 16].
+template <class Reader>
+__attribute__((noinline)) void unpack(const uint8_t* blocks, int64_t depth, float* wide) {
+  Reader reader;
+  for (int64_t k = 0; k < depth; k += kBlock, blocks += Reader::kBytes, wide += kBlock * kLanes) {
+    reader.begin(blocks);
+    each_weight(reader, [&](int i, Vec weights) { store(wide + i * kLanes, weights); });
+  }
+}
+
+// multiply_tile for R rows and one panel, straight from blocks.
+template <int R, class Reader>
+__attribute__((noinline)) void multiply_blocks(const float* rows, int64_t row_stride,
+                                               const uint8_t* blocks, int64_t depth, float* out,
+                                               int64_t out_stride) {
+  Vec acc[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) acc[r] = splat(0.0f);
+  Reader reader;
+  for (int64_t k = 0; k < depth; k += kBlock, blocks += Reader::kBytes) {
+    reader.begin(blocks);
+    each_weight(reader, [&](int i, Vec weights) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        acc[r] = fma(splat(rows[r * row_stride + k + i]), weights, acc[r]);
+      }
+    });
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) store(out + r * out_stride, acc[r]);
+}
+
+}  // namespace serve
