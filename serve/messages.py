@@ -13,12 +13,14 @@ from serve.sampling_params import SamplingParams
 
 
 class FinishReason(Enum):
-    """Why a request ended. STOP: end token or stop string; LENGTH: `max_tokens` or the context."""
+    """Why a request ended. STOP: end token or stop string; LENGTH: `max_tokens` or the context.
+    REPETITION: `repetition_detection` found the same tokens over and over."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 # ---------------------------------------------------------------------------- front → engine
@@ -75,6 +77,7 @@ class EngineReady:
     device: str
     dtype: str
     attention_backend: str
+    prefix_caching: bool = False  # equal beginnings of prompts are computed once
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """A finished request's history, for metrics and for `metrics` in the response."""
+    """A request's history, for metrics and for `metrics` in the response.
+
+    A delta before the last one carries it as it stands then (`finished_time` is that moment).
+    """
 
     arrival_time: float
     first_scheduled_time: float | None  # None: it never ran
@@ -112,7 +118,7 @@ class TokenDelta(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None  # prompt positions 1.. scored in this step
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR
-    times: RequestTimes | None = None  # with finish_reason
+    times: RequestTimes | None = None  # with finish_reason, the first token, and after preemptions
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     retry_after_s: float | None = None  # with an error: the queue was full; come back then
 

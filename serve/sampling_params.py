@@ -17,6 +17,33 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by less would overflow (as in vLLM)."""
 
 
+MAX_PATTERN_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """Ends an output whose last tokens are one pattern `min_count` times in a row.
+
+    Patterns have `min_pattern_size` to `max_pattern_size` tokens; 0 at most means never.
+    Raises InvalidRequest for a value out of range.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        if not 0 <= self.max_pattern_size <= MAX_PATTERN_SIZE:
+            wanted = f"between 0 and {MAX_PATTERN_SIZE}"
+            raise _invalid(f"{name}.max_pattern_size", self.max_pattern_size, wanted)
+        if not 0 <= self.min_pattern_size <= max(1, self.max_pattern_size):
+            wanted = "between 0 and max_pattern_size"
+            raise _invalid(f"{name}.min_pattern_size", self.min_pattern_size, wanted)
+        if self.min_count < 2:
+            raise _invalid(f"{name}.min_count", self.min_count, "2 or more")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Names and meaning are vLLM's.
@@ -49,6 +76,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    repetition_detection: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, math.inf, "0 or more")

@@ -72,5 +72,6 @@ def core_over(
         device=worker.device,
         dtype=worker.dtype,
         attention_backend=worker.attention_backend,
+        prefix_caching=config.cache.enable_prefix_caching,
     )
     return EngineCore(Scheduler(kv, limits, clock), executor, inbox, outbox), ready

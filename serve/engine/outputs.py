@@ -14,6 +14,7 @@ class RequestOutput:
     `text` is final: whole characters only, nothing that a stop string could still take back.
     `token_ids` and `logprobs` may run ahead of `text` (a character or stop string is pending).
     `stop_reason` is the stop string or client-given stop token id that ended it (None for EOS).
+    `hides_last`: the last token ended the text and is not part of it.
     """
 
     request_id: str
@@ -23,8 +24,9 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    hides_last: bool = False
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0  # so far
-    times: RequestTimes | None = None
+    times: RequestTimes | None = None  # as last told; known from the first token on

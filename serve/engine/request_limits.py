@@ -23,13 +23,13 @@ def resolve_sampling(
     """
     if not prompt_token_ids:
         raise InvalidRequest("The prompt is empty: it has no tokens.", param="prompt")
+    max_tokens = _max_tokens(len(prompt_token_ids), sampling.max_tokens, ready)
     _check_ids("prompt", prompt_token_ids, model.vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, model.vocab_size)
     _check_ids("logit_bias", sampling.logit_bias, model.vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids, model.vocab_size)
     for word in sampling.bad_words_token_ids:
         _check_ids("bad_words", word, model.vocab_size)
-    max_tokens = _max_tokens(len(prompt_token_ids), sampling.max_tokens, ready)
     end_ids = () if sampling.ignore_eos else tuple(sorted(model.eos_token_ids))
     stop_ids = tuple(dict.fromkeys(sampling.stop_token_ids + end_ids))
     return replace(sampling, max_tokens=max_tokens, stop_token_ids=stop_ids)

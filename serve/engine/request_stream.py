@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.outputs import RequestOutput
+from serve.engine.repetition import RepetitionDetector
 from serve.errors import EngineDead
 from serve.messages import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -51,6 +52,12 @@ class RequestStream:
         self._detokenizer = detokenizer
         self._end_of_text_ids = end_of_text_ids
         self._stop_reason: str | int | None = None
+        self._hides_last = False
+        self._repetition = (
+            RepetitionDetector(sampling.repetition_detection, sampling.min_tokens)
+            if sampling.repetition_detection is not None
+            else None
+        )
         self._error: str | None = None
         self._times: RequestTimes | None = None
         self._failure: EngineDead | None = None
@@ -63,20 +70,25 @@ class RequestStream:
         Afterwards `finish_reason` is set if it is over, by the engine or by a stop string.
         """
         assert self.finish_reason is None, self._label
-        token_ids = delta.token_ids
-        by_token = delta.finish_reason is FinishReason.STOP and bool(token_ids)
-        hides_last = by_token and not self.sampling.include_stop_str_in_output
-        shown = token_ids[:-1] if hides_last else token_ids
-        text = self._detokenizer.push(shown, final=delta.finish_reason is not None)
-        self.finish_reason = delta.finish_reason
+        token_ids, ended_by = delta.token_ids, delta.finish_reason
+        if self._repetition is not None:
+            num_fresh = self._repetition.push(token_ids)
+            if num_fresh is not None and (ended_by is None or num_fresh < len(token_ids)):
+                token_ids, ended_by = token_ids[:num_fresh], FinishReason.REPETITION
+        by_token = ended_by is FinishReason.STOP and bool(token_ids)
+        self._hides_last = by_token and not self.sampling.include_stop_str_in_output
+        shown = token_ids[:-1] if self._hides_last else token_ids
+        text = self._detokenizer.push(shown, final=ended_by is not None)
+        self.finish_reason = ended_by
         if text.stopped_by is not None:
             self.finish_reason = FinishReason.STOP
             self._stop_reason = text.stopped_by
+            self._hides_last = False
             token_ids = token_ids[: text.num_tokens]
         elif by_token and token_ids[-1] not in self._end_of_text_ids:
             self._stop_reason = token_ids[-1]
         self._error = delta.error
-        self._times = delta.times
+        self._times = delta.times or self._times
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if token_ids:
             self.num_generated_tokens += len(token_ids)
@@ -132,6 +144,7 @@ class RequestStream:
             prompt_logprobs=pending.prompt_logprobs or None,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            hides_last=self._hides_last,
             error=self._error,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,

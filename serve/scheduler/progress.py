@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve.messages import FinishReason, TokenDelta, TokenLogprobs
+from serve.messages import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from serve.scheduler.output import ScheduledRequest, StepResult
 from serve.scheduler.request import Request
 from serve.scheduler.stopping import append_until_end
@@ -17,6 +17,7 @@ def apply_result(
     """
     token_ids: list[int] = []
     reason: FinishReason | None = None
+    tells_times = request.num_preemptions != request.num_preemptions_told
     if entry.samples:
         token_ids = result.token_ids[entry.request_id]
         reason = append_until_end(request, token_ids)
@@ -24,13 +25,15 @@ def apply_result(
             token_ids = token_ids[: len(request.token_ids) - entry.start - entry.num_tokens]
         if request.first_token_time is None:
             request.first_token_time = now
+            tells_times = True
     elif entry.start + entry.num_tokens == request.max_num_tokens:
         reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
     if reason is None and not (result.logprobs or result.prompt_logprobs):
         if not token_ids:
             return None
+        times = _told_times(request, now) if tells_times else None
         cached = request.num_cached_tokens
-        return TokenDelta(entry.request_id, token_ids, None, None, None, None, None, cached)
+        return TokenDelta(entry.request_id, token_ids, None, None, None, None, times, cached)
     prompt_logprobs = _new_prompt_logprobs(entry, request, result)
     if not (token_ids or reason or prompt_logprobs):
         return None
@@ -41,9 +44,14 @@ def apply_result(
         logprobs=None if logprobs is None else logprobs[: len(token_ids)],
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
-        times=None if reason is None else request.times(now),
+        times=_told_times(request, now) if tells_times or reason is not None else None,
         num_cached_tokens=request.num_cached_tokens,
     )
+
+
+def _told_times(request: Request, now: float) -> RequestTimes:
+    request.num_preemptions_told = request.num_preemptions
+    return request.times(now)
 
 
 def count_prompt_tokens(entry: ScheduledRequest, request: Request) -> int:

@@ -46,9 +46,10 @@ class Request:
     next_commit: int = 0  # computed tokens at which another block is full
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    # what has been reported, so that a prompt computed twice is told once
+    # what has been reported, so that nothing is told twice
     num_prompt_tokens_counted: int = 0
     num_prompt_logprobs_sent: int = 0
+    num_preemptions_told: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)

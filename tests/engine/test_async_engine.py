@@ -12,7 +12,7 @@ from serve.engine.outputs import RequestOutput
 from serve.engine.served_model import GenerationConfig
 from serve.errors import EngineDead, InvalidRequest, PromptTooLong
 from serve.messages import FinishReason, RequestTimes, Shutdown, TokenDelta, TokenLogprobs
-from serve.sampling_params import SamplingParams
+from serve.sampling_params import RepetitionDetection, SamplingParams
 from tests.engine.fake_front import InlineEngine, inline_engine, scripted_engine
 from tests.fakes import reference_completion
 
@@ -145,6 +145,51 @@ async def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
     await engine.close()
 
 
+async def test_an_output_that_repeats_itself_is_ended_where_it_does() -> None:
+    engine, client, notebook = await scripted_engine()
+    wanted = RepetitionDetection(max_pattern_size=3, min_count=3)
+    reader = read(engine, SamplingParams(max_tokens=50, repetition_detection=wanted))
+    await settle()
+    request_id = client.added[0].request_id
+    client.step(TokenDelta(request_id, ids("xab")))
+    client.step(TokenDelta(request_id, ids("ababab")))
+    outputs = await reader
+    assert text_of(outputs) == "xababab"
+    assert sum(len(output.token_ids) for output in outputs) == 7
+    assert outputs[-1].finish_reason is FinishReason.REPETITION
+    assert client.aborted == [request_id]
+    assert [f.reason for f in notebook.finished] == [FinishReason.REPETITION]
+    await engine.close()
+
+
+async def test_an_end_at_a_repetition_is_still_the_end_it_was() -> None:
+    engine, client, _ = await scripted_engine()
+    wanted = RepetitionDetection(max_pattern_size=1)
+    reader = read(engine, SamplingParams(max_tokens=2, repetition_detection=wanted))
+    await settle()
+    last = TokenDelta(client.added[0].request_id, ids("aa"), finish_reason=FinishReason.LENGTH)
+    client.step(last)
+    outputs = await reader
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert client.aborted == []
+    await engine.close()
+
+
+async def test_a_request_that_a_stop_string_ended_still_has_its_history() -> None:
+    engine, client, notebook = await scripted_engine()
+    reader = read(engine, SamplingParams(max_tokens=50, stop=("y",)))
+    await settle()
+    request = client.added[0]
+    start = request.arrival_time
+    told = RequestTimes(start, start + 1, start + 2, start + 2, 0)
+    client.step(TokenDelta(request.request_id, ids("x"), times=told), time=start + 2)
+    client.step(TokenDelta(request.request_id, ids("y")), time=start + 3)
+    outputs = await reader
+    assert outputs[-1].times == told
+    assert notebook.finished[0].times.first_scheduled_time == start + 1
+    await engine.close()
+
+
 @pytest.mark.parametrize(
     ("sampling", "text", "stop_reason"),
     [
@@ -165,6 +210,7 @@ async def test_the_token_that_stops_is_counted_but_shown_only_on_request(
     assert text_of(outputs) == text
     assert outputs[-1].token_ids == ids("x!")
     assert outputs[-1].stop_reason == stop_reason
+    assert outputs[-1].hides_last == (text == "x")
     await engine.close()
 
 

@@ -39,6 +39,11 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_limit(
     assert error.value.param == "prompt"
 
 
+def test_a_prompts_length_is_judged_before_its_ids() -> None:
+    with pytest.raises(PromptTooLong):
+        resolve_sampling([10**6] * 500, SamplingParams(), MODEL, READY)
+
+
 def test_a_prompt_that_fills_the_context_can_still_be_scored() -> None:
     assert resolve(200, max_tokens=0, prompt_logprobs=0).max_tokens == 0
 

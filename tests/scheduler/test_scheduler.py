@@ -413,13 +413,16 @@ def test_times_tell_a_requests_history_once() -> None:
     scheduler.add(add_request("b", 8, 12, arrival_time=95.0))
     finished = {}
     first = {}
+    told: dict[str, list[int]] = {"a": [], "b": []}
     while scheduler.has_work():
         _, deltas = step(scheduler)
         for delta in deltas:
             first.setdefault(delta.request_id, clock.now)
             if delta.times is not None:
+                told[delta.request_id].append(delta.times.num_preemptions)
                 finished[delta.request_id] = delta.times
         clock.advance(1.0)
+    assert told == {"a": [0, 0], "b": [0, 1, 1]}  # first token, preemption, end
     assert finished["a"].num_preemptions == 0
     assert finished["b"].num_preemptions == 1
     for name, times in finished.items():
