@@ -1,0 +1,1 @@
+"""`serve-llm bench`: measure any OpenAI server, or our engine without one."""

@@ -1,0 +1,78 @@
+"""The commands of `serve-llm bench`: flags made from dataclasses, as in `serve.cli`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from serve.bench.options import (
+    ArrivalOptions,
+    OfflineOptions,
+    ReportOptions,
+    TargetOptions,
+    WorkloadOptions,
+)
+from serve.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
+
+
+def bench_app(help_formatter: Any) -> App:
+    """`bench` with its three commands, to be mounted under the main command."""
+    app = App(name="bench", help="Measure a server, or the engine without one.")
+    app.command(serve, help_formatter=help_formatter)
+    app.command(throughput, help_formatter=help_formatter)
+    app.command(latency, help_formatter=help_formatter)
+    return app
+
+
+def _flags(title: str, order: int) -> Parameter:
+    return Parameter(
+        name="*", group=Group(title, sort_key=order), consume_multiple=True, negative_iterable=()
+    )
+
+
+def serve(
+    *,
+    target: Annotated[TargetOptions, _flags("Server", 1)] = TargetOptions(),
+    workload: Annotated[WorkloadOptions, _flags("Requests", 2)] = WorkloadOptions(),
+    arrivals: Annotated[ArrivalOptions, _flags("Arrivals", 3)] = ArrivalOptions(),
+    report: Annotated[ReportOptions, _flags("Report", 4)] = ReportOptions(),
+) -> int:
+    """Send a load to any OpenAI server and report its latencies and throughput."""
+    from serve.bench.online import bench_serve  # late: --help need not wait for numpy
+
+    return bench_serve(target, workload, arrivals, report)
+
+
+def throughput(
+    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    *,
+    options: Annotated[OfflineOptions, _flags("Batch", 2)] = OfflineOptions(),
+    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+) -> int:
+    """Tokens a second of the engine in this process, all prompts given at once."""
+    from serve.bench.offline import bench_throughput
+
+    return bench_throughput(options, _settings(model, scheduler, cache, device))
+
+
+def latency(
+    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    *,
+    options: Annotated[OfflineOptions, _flags("Batch", 2)] = OfflineOptions(),
+    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+) -> int:
+    """Time from giving a batch to having all of it."""
+    from serve.bench.offline import bench_latency
+
+    return bench_latency(options, _settings(model, scheduler, cache, device))
+
+
+def _settings(*sections: Any) -> dict[str, Any]:
+    """Config sections as keyword arguments of LLM."""
+    return {f.name: getattr(section, f.name) for section in sections for f in fields(section)}
