@@ -16,6 +16,7 @@ from cyclopts.config import Dict
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
 from serve import __version__
+from serve.bench.commands import bench_app
 from serve.config import (
     CacheConfig,
     DeviceConfig,
@@ -61,6 +62,7 @@ def _app() -> App:
     names = ColumnSpec(renderer=NameRenderer(max_width=34), max_width=34, style="cyclopts.name")
     help_page = DefaultFormatter(column_specs=(names, ColumnSpec(renderer=DescriptionRenderer())))
     app.command(serve, help_formatter=help_page)
+    app.command(bench_app(help_page))
     return app
 
 

@@ -18,7 +18,7 @@ SOURCES = sorted((ROOT / "serve").rglob("*.py"))
 
 BASE = {"__init__", "config", "errors", "messages", "sampling_params"}
 # Which of our parts each part may import, besides itself and the base. `llm` (offline use) and
-# `server` (the process) join the halves; `cli` only starts the server.
+# `server` (the process) join the halves; `bench` measures either from outside; `cli` starts them.
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "__init__": {"llm"},
@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"engine"},
     "llm": {"engine", "hub"},
     "server": {"api", "engine", "hub", "logs"},
-    "cli": {"server"},
+    "bench": {"llm"},
+    "cli": {"server", "bench"},
 }
 
 # Third-party (or standard) modules that may be imported only in these parts or modules.
@@ -44,8 +45,8 @@ ONLY_IN: dict[str, set[str]] = {
     "prometheus_client": {"api"},
     "pydantic": {"api"},
     "uvicorn": {"server"},
-    "uvloop": {"server"},
-    "cyclopts": {"cli"},
+    "uvloop": {"server", "bench"},
+    "cyclopts": {"cli", "bench"},
     "yaml": {"cli"},
     "zmq": {"engine.ipc", "engine.process"},
     "msgspec": {"engine.ipc", "engine.process"},
@@ -219,7 +220,7 @@ def test_the_core_imports_without_the_server_packages() -> None:
     """Offline use and the GPU checks run where only torch and transformers are installed."""
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
-    server_side = {"api", "cli", "server"}
+    server_side = {"api", "bench", "cli", "server"}
     lazily_imported = {"engine.ipc", "engine.process"}
     core = [
         f"serve.{name}".removesuffix(".__init__")
