@@ -78,6 +78,8 @@ class EngineReady:
     dtype: str
     attention_backend: str
     prefix_caching: bool = False  # equal beginnings of prompts are computed once
+    scheduling_policy: str = "fcfs"
+    block_bytes: int = 0  # KV of one block, all layers
 
 
 @dataclass(frozen=True, slots=True)

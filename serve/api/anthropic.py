@@ -74,7 +74,12 @@ def anthropic_routes(service: Service) -> APIRouter:
             task = await prepare(_chat_request(body), service, envelope)
             outputs = begin(task, service)
             if body.stream:
-                return EventStream(events(task, outputs), outputs, error_event=_error_event)
+                return EventStream(
+                    events(task, outputs),
+                    outputs,
+                    error_event=_error_event,
+                    refusal=_error_response,
+                )
             (choice,), usage = await unless_gone(request, collect(outputs))
         except (RequestError, EngineError) as error:
             return _error_response(error)

@@ -13,7 +13,7 @@ from typing import Literal
 from serve.api.protocol.common import PromptTokensDetails, Usage
 from serve.api.service import Service
 from serve.engine.outputs import RequestOutput
-from serve.errors import EngineDead, StepFailed
+from serve.errors import EngineDead, QueueFull, StepFailed
 from serve.messages import FinishReason, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -162,6 +162,8 @@ async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOut
 
 
 def _raise_failure(output: RequestOutput) -> None:
+    if output.retry_after_s is not None:
+        raise QueueFull(output.error or "Too much waits.", retry_after_s=output.retry_after_s)
     if output.finish_reason is FinishReason.ERROR:
         raise StepFailed(output.error or "The engine failed while working on this request.")
     if output.finish_reason is FinishReason.ABORT:

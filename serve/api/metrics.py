@@ -113,6 +113,17 @@ class EngineFigures:
         self._preemptions_recompute, self._preemptions_swap = make.counters(
             "num_preemptions_by_mode", by_mode, "mode", ["recompute", "swap"]
         )
+        self._recomputed_tokens = make.counter(
+            "preemption_tokens_recomputed", "Computed tokens that preemptions dropped."
+        )
+        self._swapped_bytes = make.counter(
+            "preemption_bytes_swapped", "KV bytes that preemptions copied, out and in."
+        )
+        self._block_bytes = ready.block_bytes
+        self._prefix_queries = make.counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache."
+        )
+        self._prefix_hits = make.counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens processed, each once.")
         self._generation_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._cached_tokens = make.counter(
@@ -175,6 +186,13 @@ class EngineFigures:
             self._preemptions.inc(recomputed + swapped)
             self._preemptions_recompute.inc(recomputed)
             self._preemptions_swap.inc(swapped)
+        self._recomputed_tokens.inc(
+            stats.total_preemption_tokens_recomputed - last.total_preemption_tokens_recomputed
+        )
+        num_blocks = stats.total_preemption_blocks_swapped - last.total_preemption_blocks_swapped
+        self._swapped_bytes.inc(num_blocks * self._block_bytes)
+        self._prefix_queries.inc(stats.total_prefix_cache_queries - last.total_prefix_cache_queries)
+        self._prefix_hits.inc(stats.total_prefix_cache_hits - last.total_prefix_cache_hits)
         self._prompt_tokens.inc(stats.total_prompt_tokens - last.total_prompt_tokens)
         self._generation_tokens.inc(stats.total_generation_tokens - last.total_generation_tokens)
         for num_tokens in stats.step_tokens:

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve.api.errors import ClientGone, error_body
+from serve.api.errors import ClientGone, error_body, error_response
 from serve.api.generation import Outputs
-from serve.errors import ServeError
+from serve.errors import RequestError, ServeError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -41,9 +41,10 @@ def named_event(name: str, **fields: Any) -> bytes:
 class EventStream(Response):
     """Sends `events` as they come and then closes `outputs`, whatever happens.
 
-    A failure ends the stream with an error event. A client that hangs up, or that reads nothing for
-    `stall_limit_s`, ends the generation. While nothing is generated, comments keep the connection
-    from being taken for dead.
+    The status line waits for the first event, so that what the engine refuses has its own status.
+    A later failure ends the stream with an error event. A client that hangs up, or that reads
+    nothing for `stall_limit_s`, ends the generation. While nothing is generated, comments keep the
+    connection from being taken for dead.
     """
 
     media_type = "text/event-stream"
@@ -54,6 +55,7 @@ class EventStream(Response):
         outputs: Outputs,
         *,
         error_event: Callable[[Exception], bytes] = error_event,
+        refusal: Callable[[Exception], Response] = error_response,
         keep_alive_s: float = KEEP_ALIVE_INTERVAL_S,
         stall_limit_s: float = STALL_LIMIT_S,
     ) -> None:
@@ -66,6 +68,8 @@ class EventStream(Response):
         self._events = events
         self._outputs = outputs
         self._error_event = error_event
+        self._refusal = refusal
+        self._begun = False  # whether the status line is out
         self._keep_alive_s = keep_alive_s
         self._stall_limit_s = stall_limit_s
         self._keeping_alive: asyncio.Task[None] | None = None  # a comment being written
@@ -74,11 +78,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the events end or the reader is gone."""
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         tasks: list[asyncio.Task[None]] = []
         try:
-            await send(start)
-            tasks.append(asyncio.create_task(self._write_all(send)))
+            tasks.append(asyncio.create_task(self._answer(scope, receive, send)))
             tasks.append(asyncio.create_task(self._watch(receive, send)))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -89,10 +91,18 @@ class EventStream(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._outputs.aclose()
 
-    async def _write_all(self, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for event in self._events:
                 await self._write(send, event)
+        except RequestError as error:
+            if self._keeping_alive is not None:
+                await asyncio.wait({self._keeping_alive})
+            if not self._begun:
+                self._begun = True
+                await self._refusal(error)(scope, receive, send)
+                return
+            await self._write(send, self._error_event(error))
         except ServeError as error:
             await self._write(send, self._error_event(error))
         except Exception as error:
@@ -104,9 +114,16 @@ class EventStream(Response):
         if self._keeping_alive is not None:
             await asyncio.wait({self._keeping_alive})
         self._write_began = time.monotonic()
+        await self._begin(send)
         await send({"type": "http.response.body", "body": event, "more_body": True})
         self._write_began = None
         self._num_writes += 1
+
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = self.raw_headers
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Returns when the client is gone or has stopped reading."""
@@ -129,6 +146,7 @@ class EventStream(Response):
 
         async def write() -> None:
             self._write_began = time.monotonic()
+            await self._begin(send)
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             self._write_began = None
             self._keeping_alive = None

@@ -73,5 +73,7 @@ def core_over(
         dtype=worker.dtype,
         attention_backend=worker.attention_backend,
         prefix_caching=config.cache.enable_prefix_caching,
+        scheduling_policy=limits.policy,
+        block_bytes=worker.block_bytes,
     )
     return EngineCore(Scheduler(kv, limits, clock), executor, inbox, outbox), ready

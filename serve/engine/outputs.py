@@ -26,6 +26,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     hides_last: bool = False
     error: str | None = None
+    retry_after_s: float | None = None  # with an error: too much waits; come back then
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0  # so far

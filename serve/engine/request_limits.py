@@ -35,6 +35,16 @@ def resolve_sampling(
     return replace(sampling, max_tokens=max_tokens, stop_token_ids=stop_ids)
 
 
+def check_priority(priority: int, ready: EngineReady) -> None:
+    """Raises InvalidRequest for a priority that would have no effect."""
+    if priority != 0 and ready.scheduling_policy != "priority":
+        raise InvalidRequest(
+            f"priority {priority} would have no effect: the server was not started with "
+            "--scheduling-policy priority. Leave it out or send 0.",
+            param="priority",
+        )
+
+
 def _max_tokens(num_prompt_tokens: int, wanted: int | None, ready: EngineReady) -> int:
     """Room is what the context and the KV pool both leave beside the prompt; the last token that a
     request may produce needs no KV."""

@@ -59,6 +59,7 @@ class RequestStream:
             else None
         )
         self._error: str | None = None
+        self._retry_after_s: float | None = None
         self._times: RequestTimes | None = None
         self._failure: EngineDead | None = None
         self._pending: _Pending | None = None
@@ -87,7 +88,7 @@ class RequestStream:
             token_ids = token_ids[: text.num_tokens]
         elif by_token and token_ids[-1] not in self._end_of_text_ids:
             self._stop_reason = token_ids[-1]
-        self._error = delta.error
+        self._error, self._retry_after_s = delta.error, delta.retry_after_s
         self._times = delta.times or self._times
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if token_ids:
@@ -146,6 +147,7 @@ class RequestStream:
             stop_reason=self._stop_reason,
             hides_last=self._hides_last,
             error=self._error,
+            retry_after_s=self._retry_after_s,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,

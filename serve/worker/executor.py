@@ -20,6 +20,7 @@ class WorkerInfo:
     device: str
     dtype: str
     attention_backend: str
+    block_bytes: int = 0  # KV of one block, all layers
 
 
 class PendingTokens(Protocol):

@@ -72,6 +72,7 @@ class Worker:
             device=self._device.name,
             dtype=dtype_name,
             attention_backend=self._kernels.name,
+            block_bytes=block_bytes(self._layer_shapes(), self._dtype),
         )
         self._log_cache(size)
 

@@ -71,6 +71,7 @@ class Script:
     token_ids: Sequence[int]
     fail_after: int | None = None  # tokens before the step fails
     hold_after: int | None = None  # tokens before it stands still, until it is aborted
+    refuse_for_s: float | None = None  # the queue is full, and will be for so long
 
 
 @dataclass
@@ -90,6 +91,7 @@ class ScriptedClient:
     script: Callable[[AddRequest], Script]
     max_model_len: int = 512
     num_blocks: int = 64
+    scheduling_policy: str = "fcfs"
     received: list[ToEngine] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -109,6 +111,7 @@ class ScriptedClient:
             device="fake",
             dtype="float32",
             attention_backend="none",
+            scheduling_policy=self.scheduling_policy,
         )
 
     def send(self, message: ToEngine) -> None:
@@ -167,6 +170,15 @@ class ScriptedClient:
         sampling = request.sampling
         assert sampling.max_tokens is not None
         now = time.monotonic()
+        if script.refuse_for_s is not None:
+            del self.running[request.request_id]
+            return TokenDelta(
+                request.request_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error="the queue is full",
+                retry_after_s=script.refuse_for_s,
+            )
         if entry.num_generated == script.fail_after:
             del self.running[request.request_id]
             return TokenDelta(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -44,6 +45,10 @@ COUNTERS = [
     "num_preemptions_by_mode_total",
     "prompt_tokens_total",
     "generation_tokens_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "preemption_tokens_recomputed_total",
+    "preemption_bytes_swapped_total",
     "request_success_total",
 ]
 HISTOGRAMS = [
@@ -110,6 +115,32 @@ def test_every_figure_exists_from_the_start_with_its_type(prefix: str) -> None:
     labelled = re.findall(rf"^{prefix}\w+{{(.*)}} ", text, re.MULTILINE)
     assert len(labelled) > 100
     assert all('model_name="a"' in labels and 'engine="0"' in labels for labels in labelled)
+
+
+def test_what_preemption_and_the_prefix_cache_did_is_counted() -> None:
+    metrics = Metrics("serve_llm_")
+    metrics.engine_ready(replace(READY, block_bytes=1000), MODEL)
+    metrics.stepped(
+        EngineStats(
+            total_prefix_cache_queries=90,
+            total_prefix_cache_hits=32,
+            total_preemption_tokens_recomputed=17,
+            total_preemption_blocks_swapped=3,
+        )
+    )
+    metrics.stepped(
+        EngineStats(
+            total_prefix_cache_queries=100,
+            total_prefix_cache_hits=48,
+            total_preemption_tokens_recomputed=17,
+            total_preemption_blocks_swapped=3,
+        )
+    )
+
+    assert value(metrics, "prefix_cache_queries_total") == 100
+    assert value(metrics, "prefix_cache_hits_total") == 48
+    assert value(metrics, "preemption_tokens_recomputed_total") == 17
+    assert value(metrics, "preemption_bytes_swapped_total") == 3000
 
 
 def test_met_01_preemptions_are_counted_by_what_the_engine_gained(metrics: Metrics) -> None:

@@ -1,0 +1,57 @@
+"""What a request may say about its scheduling, and what it is told when it cannot be scheduled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.messages import AddRequest, ResetPrefixCache
+from tests.api.conftest import Server, running_server
+from tests.api.scripted import Script
+
+PROMPTS = {
+    "/v1/completions": {"prompt": "one two"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "one two"}]},
+}
+
+
+def last_added(server: Server) -> AddRequest:
+    return [m for m in server.client.received if isinstance(m, AddRequest)][-1]
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_a_priority_without_the_policy_is_refused_and_zero_is_not(
+    http: httpx.Client, path: str
+) -> None:
+    refused = http.post(path, json={**PROMPTS[path], "priority": -2})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "priority"
+    assert "--scheduling-policy priority" in refused.json()["error"]["message"]
+    assert http.post(path, json={**PROMPTS[path], "priority": 0}).status_code == 200
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_priority_and_salt_reach_the_engine(path: str) -> None:
+    with running_server(scheduling_policy="priority") as server, server.http() as http:
+        body = {**PROMPTS[path], "priority": -2, "cache_salt": "tenant"}
+        assert http.post(path, json=body).status_code == 200
+        assert (last_added(server).priority, last_added(server).cache_salt) == (-2, "tenant")
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(
+    server: Server, http: httpx.Client, path: str, stream: bool
+) -> None:
+    server.script = Script([], refuse_for_s=7.0)
+    body: dict[str, Any] = {**PROMPTS[path], "stream": stream}
+    answer = http.post(path, json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    assert answer.json()["error"]["code"] == "queue_full"
+
+
+def test_the_prefix_cache_is_reset_on_request(server: Server, http: httpx.Client) -> None:
+    assert http.post("/reset_prefix_cache").status_code == 200
+    assert isinstance(server.client.received[-1], ResetPrefixCache)
