@@ -15,6 +15,7 @@ from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
 from serve.api.conversation import conversation_ids
 from serve.api.convert import (
     LogprobCounts,
+    cache_salt,
     capped_logprobs,
     completion_limit,
     num_choices,
@@ -23,7 +24,7 @@ from serve.api.convert import (
     truncated,
 )
 from serve.api.errors import Unsupported
-from serve.api.generation import Choice, Job, Outputs, collect, in_intervals
+from serve.api.generation import Choice, Job, Outputs, Tally, collect, in_intervals
 from serve.api.logprobs import ChatLogprobsWriter, TokenNames, prompt_logprobs
 from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.chat import (
@@ -32,7 +33,6 @@ from serve.api.protocol.chat import (
     ChatCompletion,
     ChatCompletionRequest,
 )
-from serve.api.protocol.common import Usage
 from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.api.streaming import DONE, EventStream, unless_gone
@@ -60,8 +60,8 @@ def chat_routes(service: Service) -> APIRouter:
         outputs = begin(task, service)
         if body.stream:
             return EventStream(events(task, body, outputs), outputs)
-        choices, usage = await unless_gone(request, collect(outputs))
-        answer = whole_answer(task, choices, usage)
+        choices, _ = await unless_gone(request, collect(outputs))
+        answer = whole_answer(task, body, choices, outputs.tally)
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     return router
@@ -103,6 +103,7 @@ async def prepare(body: ChatCompletionRequest, service: Service, envelope: Envel
             sampling=sampling,
             n=n,
             priority=body.priority or 0,
+            cache_salt=cache_salt(body.cache_salt),
             continues_prompt=False,
         ),
         envelope=envelope,
@@ -174,17 +175,21 @@ def _check_response_format(wanted: Any) -> None:
         )
 
 
-def whole_answer(task: ChatTask, choices: list[Choice], usage: Usage) -> ChatCompletion:
+def whole_answer(
+    task: ChatTask, body: ChatCompletionRequest, choices: list[Choice], tally: Tally
+) -> ChatCompletion:
     """The answer without streaming."""
     extras: dict[str, Any] = {}
     if task.gives_prompt_logprobs:
         extras["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, task.names)
     if task.gives_token_ids:
         extras["prompt_token_ids"] = task.prompt_ids
+    if body.return_metrics:
+        extras["metrics"] = tally.metrics()
     return ChatCompletion(
         **task.envelope.fields(),
         choices=[_answer_choice(task, index, choice) for index, choice in enumerate(choices)],
-        usage=usage,
+        usage=tally.usage(),
         **extras,
     )
 
@@ -192,7 +197,8 @@ def whole_answer(task: ChatTask, choices: list[Choice], usage: Usage) -> ChatCom
 def _answer_choice(task: ChatTask, index: int, choice: Choice) -> ChatChoice:
     logprobs: Any = None
     if task.num_top is not None:
-        logprobs = ChatLogprobsWriter(task.num_top, task.names).generated(choice.logprobs)
+        writer = ChatLogprobsWriter(task.num_top, task.names)
+        logprobs = writer.generated(choice.logprobs, hides_last=choice.hides_last)
     extras: dict[str, Any] = {"token_ids": choice.token_ids} if task.gives_token_ids else {}
     return ChatChoice(
         index=index,
@@ -208,12 +214,14 @@ async def events(
     task: ChatTask, body: ChatCompletionRequest, outputs: Outputs
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events: per choice a role, its text, and why it ended."""
-    chunks = ChunkWriter(task.envelope, body.stream_options, outputs.tally)
+    chunks = ChunkWriter(
+        task.envelope, body.stream_options, outputs.tally, tells_metrics=bool(body.return_metrics)
+    )
     choices = [_ChoiceStream(task, index, chunks) for index in range(task.job.num_choices)]
     async for index, output in in_intervals(outputs, body.stream_interval):
         if event := choices[index].events(output):
             yield event
-    yield chunks.usage_chunk() + DONE
+    yield chunks.figures_chunk() + DONE
 
 
 class _ChoiceStream:
@@ -251,7 +259,9 @@ class _ChoiceStream:
     def _payload(self, output: RequestOutput) -> str:
         logprobs, ids = "null", ""
         if self._logprobs is not None and output.logprobs:
-            logprobs = json.dumps(self._logprobs.generated(output.logprobs))
+            logprobs = json.dumps(
+                self._logprobs.generated(output.logprobs, hides_last=output.hides_last)
+            )
         elif not output.text and not (self._task.gives_token_ids and output.token_ids):
             return ""
         if self._task.gives_token_ids:

@@ -54,13 +54,24 @@ def new_envelope(service: Service, model: str | None, kind: str, answer_id: str)
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream; usage figures are read from `tally` as they stand."""
+    """Writes the chunks of one stream; usage figures are read from `tally` as they stand.
 
-    def __init__(self, envelope: Envelope, options: StreamOptions | None, tally: Tally) -> None:
+    `tells_metrics`: the stream ends with the request's metrics.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        options: StreamOptions | None,
+        tally: Tally,
+        *,
+        tells_metrics: bool = False,
+    ) -> None:
         head = json.dumps(envelope.fields(), separators=(",", ":"))
         self._head = f"data: {head[:-1]},"
         self._wants_usage = bool(options and options.include_usage)
         self._always_usage = self._wants_usage and bool(options and options.continuous_usage_stats)
+        self._tells_metrics = tells_metrics
         self._tally = tally
 
     def chunk(self, index: int, payload: str) -> bytes:
@@ -82,11 +93,14 @@ class ChunkWriter:
         )
         return event.encode("ascii")
 
-    def usage_chunk(self) -> bytes:
-        """The extra chunk without choices; empty unless the client asked for it."""
-        if not self._wants_usage:
+    def figures_chunk(self) -> bytes:
+        """The extra chunk without choices; empty unless the client asked for usage or metrics."""
+        if not (self._wants_usage or self._tells_metrics):
             return b""
-        return f'{self._head}"choices":[],"usage":{self._usage_json()}}}\n\n'.encode("ascii")
+        figures = f',"usage":{self._usage_json()}' if self._wants_usage else ""
+        if self._tells_metrics:
+            figures += f',"metrics":{self._tally.metrics().model_dump_json()}'
+        return f'{self._head}"choices":[]{figures}}}\n\n'.encode("ascii")
 
     def _usage(self) -> str:
         if self._always_usage:

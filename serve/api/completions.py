@@ -15,6 +15,7 @@ from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
 from serve.api.convert import (
     LogprobCounts,
+    cache_salt,
     capped_logprobs,
     completion_limit,
     num_choices,
@@ -22,7 +23,7 @@ from serve.api.convert import (
     refuse_unsupported,
     sampling_params,
 )
-from serve.api.generation import Choice, Job, Outputs, collect, in_intervals
+from serve.api.generation import Choice, Job, Outputs, Tally, collect, in_intervals
 from serve.api.logprobs import (
     CompletionLogprobsWriter,
     TokenNames,
@@ -30,7 +31,6 @@ from serve.api.logprobs import (
     prompt_logprobs,
 )
 from serve.api.openapi import ERROR_RESPONSES, request_body
-from serve.api.protocol.common import Usage
 from serve.api.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -65,8 +65,8 @@ def completion_routes(service: Service) -> APIRouter:
         outputs = Outputs(service, task.job)
         if body.stream:
             return EventStream(events(task, body, outputs), outputs)
-        choices, usage = await unless_gone(request, collect(outputs))
-        answer = whole_answer(task, choices, usage)
+        choices, _ = await unless_gone(request, collect(outputs))
+        answer = whole_answer(task, body, choices, outputs.tally)
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     return router
@@ -120,6 +120,7 @@ async def prepare(body: CompletionRequest, service: Service, envelope: Envelope)
             sampling=sampling,
             n=n,
             priority=body.priority or 0,
+            cache_salt=cache_salt(body.cache_salt),
         ),
         envelope=envelope,
         names=names,
@@ -142,12 +143,16 @@ async def _echoed(
     ]
 
 
-def whole_answer(task: CompletionTask, choices: list[Choice], usage: Usage) -> Completion:
+def whole_answer(
+    task: CompletionTask, body: CompletionRequest, choices: list[Choice], tally: Tally
+) -> Completion:
     """The answer without streaming."""
+    extras: dict[str, Any] = {"metrics": tally.metrics()} if body.return_metrics else {}
     return Completion(
         **task.envelope.fields(),
         choices=[_answer_choice(task, index, choice) for index, choice in enumerate(choices)],
-        usage=usage,
+        usage=tally.usage(),
+        **extras,
     )
 
 
@@ -183,7 +188,9 @@ async def events(
     task: CompletionTask, body: CompletionRequest, outputs: Outputs
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events."""
-    chunks = ChunkWriter(task.envelope, body.stream_options, outputs.tally)
+    chunks = ChunkWriter(
+        task.envelope, body.stream_options, outputs.tally, tells_metrics=bool(body.return_metrics)
+    )
     choices = [_ChoiceStream(task, index) for index in range(task.job.num_choices)]
     async for index, output in in_intervals(outputs, body.stream_interval):
         payload = choices[index].payload(output)
@@ -191,7 +198,7 @@ async def events(
             yield chunks.last_chunk(index, payload, output.finish_reason, output.stop_reason)
         elif payload:
             yield chunks.chunk(index, payload)
-    yield chunks.usage_chunk() + DONE
+    yield chunks.figures_chunk() + DONE
 
 
 class _ChoiceStream:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.api.errors import Unsupported
-from serve.api.protocol.common import GenerationRequest
+from serve.api.protocol.common import GenerationRequest, RepetitionWish
 from serve.api.protocol.completions import MAX_PROMPTS
 from serve.api.service import Service
 from serve.engine.tokenizer import Tokenizer
 from serve.errors import InvalidRequest, PromptTooLong
-from serve.sampling_params import SamplingParams
+from serve.sampling_params import RepetitionDetection, SamplingParams
 
 MAX_CHOICES = MAX_PROMPTS
+MAX_SALT_CHARS = 128
+_NOT_IN_A_SALT = frozenset("@/\\\0")
 MAX_CHARS_PER_TOKEN = 256  # no text comes near this on average
 
 # Fields that SamplingParams has under the same name.
@@ -51,9 +53,7 @@ _UNSUPPORTED = {
     "guided_choice": "structured output is not supported",
     "guided_grammar": "structured output is not supported",
     "thinking_token_budget": "a budget for thinking is not supported",
-    "repetition_detection": "ending repetitions is not supported; use max_tokens",
     "logprob_token_ids": "logprobs of chosen ids are not supported; use logprobs",
-    "cache_salt": "salted prefix caching is not supported",
     "kv_transfer_params": "KV transfer is not supported",
     "vllm_xargs": "there are no plugins here",
 }
@@ -119,6 +119,7 @@ async def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         allowed_token_ids=_allowed_ids(body.allowed_token_ids),
         logit_bias=_logit_bias(body.logit_bias or {}),
+        repetition_detection=_repetition_detection(body.repetition_detection),
         bad_words_token_ids=await _bad_words(body.bad_words or [], service.engine.tokenizer),
         logprobs=logprobs.generated,
         prompt_logprobs=logprobs.prompt,
@@ -205,6 +206,26 @@ async def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int,
         *(tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings)
     )
     return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
+
+def _repetition_detection(wish: RepetitionWish | None) -> RepetitionDetection | None:
+    if wish is None:
+        return None
+    return RepetitionDetection(
+        max_pattern_size=wish.max_pattern_size,
+        min_pattern_size=wish.min_pattern_size or 0,
+        min_count=wish.min_count,
+    )
+
+
+def cache_salt(salt: str | None) -> str | None:
+    """The salt, if it is one (vLLM's rules)."""
+    if salt is None or (0 < len(salt) <= MAX_SALT_CHARS and not _NOT_IN_A_SALT & set(salt)):
+        return salt
+    raise InvalidRequest(
+        f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, none of them @, /, \\ or NUL.",
+        param="cache_salt",
+    )
 
 
 def completion_limit(value: int | None, minimum: int, param: str) -> int | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-from serve.api.protocol.common import PromptTokensDetails, Usage
+from serve.api.protocol.common import FinishedBy, PromptTokensDetails, RequestMetrics, Usage
 from serve.api.service import Service
+from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
 from serve.errors import EngineDead, QueueFull, StepFailed
-from serve.messages import FinishReason, TokenLogprobs
+from serve.messages import FinishReason, RequestTimes, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 Stream = AsyncGenerator[RequestOutput, None]
@@ -31,6 +31,7 @@ class Job:
     sampling: SamplingParams
     n: int = 1
     priority: int = 0
+    cache_salt: str | None = None
     continues_prompt: bool = True  # the text goes on from the prompt's; a chat answer's does not
 
     @property
@@ -47,6 +48,7 @@ class Tally:
     cached: list[int]
     num_prompt_tokens: int
     n: int
+    times: list[RequestTimes] = field(default_factory=list)  # of the choices that have ended
 
     def usage(self) -> Usage:
         """In the API's form: each prompt counts once however many choices it has."""
@@ -57,6 +59,10 @@ class Tally:
             total_tokens=self.num_prompt_tokens + generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached[:: self.n])),
         )
+
+    def metrics(self) -> RequestMetrics:
+        """Of the whole request, which has ended."""
+        return request_metrics(self.times, self.generated)
 
 
 class Outputs:
@@ -72,7 +78,7 @@ class Outputs:
         self._job = job
         streams = [self._generate(index) for index in range(job.num_choices)]
         self._alone = streams[0]  # read directly: this is the path of nearly every request
-        self._merged = _merged(streams) if len(streams) > 1 else None
+        self._merged = _merged(streams, self._leader_of) if len(streams) > 1 else None
         self._unfinished = len(streams)
         self._started_at = time.monotonic()
         self._closed = False
@@ -100,6 +106,8 @@ class Outputs:
         self.tally.cached[index] = output.num_cached_tokens
         if output.finish_reason is not None:
             self._unfinished -= 1
+            if output.times is not None:
+                self.tally.times.append(output.times)
             _raise_failure(output)
         return index, output
 
@@ -120,6 +128,21 @@ class Outputs:
                 time.monotonic() - self._started_at,
             )
 
+    def _leader_of(self, index: int) -> int:
+        """The choice whose first output this one waits for; itself if it need not wait.
+
+        Choices of one prompt share its KV through the prefix cache, where the first of them must
+        have put it. A prompt within one block is not shared, nor one that is scored.
+        """
+        first = index - index % self._job.n
+        ready, sampling = self._service.engine.ready, self._job.sampling
+        shares = (
+            ready.prefix_caching
+            and sampling.prompt_logprobs is None
+            and len(self._job.prompts[index // self._job.n]) > ready.block_size
+        )
+        return first if shares else index
+
     def _generate(self, index: int) -> Stream:
         prompt, choice = divmod(index, self._job.n)
         sampling = self._job.sampling
@@ -131,19 +154,29 @@ class Outputs:
             self._job.prompts[prompt],
             sampling,
             priority=self._job.priority,
+            cache_salt=self._job.cache_salt,
             request_id=label,
             continues_prompt=self._job.continues_prompt,
         )
 
 
-async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """All streams at once. The queue is short: what a slow reader leaves, the engine merges."""
+async def _merged(
+    streams: list[Stream], leader_of: Callable[[int], int]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """All streams at once, each begun when its leader has had an output.
+
+    The queue is short: what a slow reader leaves, the engine merges.
+    """
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(streams))
+    begun = [asyncio.Event() for _ in streams]
 
     async def follow(index: int, stream: Stream) -> None:
         try:
             async with aclosing(stream):
+                if (leader := leader_of(index)) != index:
+                    await begun[leader].wait()
                 async for output in stream:
+                    begun[index].set()
                     await queue.put((index, output))
         except Exception as error:
             await queue.put((index, error))  # raised where the queue is read
@@ -180,6 +213,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    hides_last: bool = False
 
     def add(self, output: RequestOutput) -> None:
         """Append an output."""
@@ -189,6 +223,7 @@ class Choice:
         self.prompt_logprobs += output.prompt_logprobs or []
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.hides_last = output.hides_last
 
     @property
     def text(self) -> str:
@@ -196,9 +231,15 @@ class Choice:
         return "".join(self.texts)
 
     @property
-    def ended_by(self) -> Literal["stop", "length"]:
+    def ended_by(self) -> FinishedBy:
         """`finish_reason` as the API spells it."""
-        return "stop" if self.finish_reason is FinishReason.STOP else "length"
+        match self.finish_reason:
+            case FinishReason.STOP:
+                return "stop"
+            case FinishReason.REPETITION:
+                return "repetition"
+            case _:
+                return "length"
 
 
 async def collect(outputs: Outputs) -> tuple[list[Choice], Usage]:

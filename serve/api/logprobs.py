@@ -65,9 +65,12 @@ class ChatLogprobsWriter:
         self._names = names
         self._leads = True
 
-    def generated(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens."""
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+    def generated(self, entries: Sequence[TokenLogprobs], *, hides_last: bool) -> dict[str, Any]:
+        """The next tokens. `hides_last`: the last one ended the text and is not part of it."""
+        content = [self._entry(entry) for entry in entries]
+        if hides_last:
+            content[-1]["bytes"] = None
+        return {"content": content, "refusal": None}
 
     def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[: self._num_top]

@@ -167,7 +167,7 @@ def _finish(task: _Task, choice: Choice, usage: Usage, store: ResponseStore) -> 
     logprobs: list[dict[str, Any]] = []
     if task.chat.num_top is not None:
         writer = ChatLogprobsWriter(task.chat.num_top, task.chat.names)
-        logprobs = writer.generated(choice.logprobs)["content"]
+        logprobs = writer.generated(choice.logprobs, hides_last=choice.hides_last)["content"]
     status = _status(choice.finish_reason)
     item = _item(task, status, [OutputText(text=choice.text, logprobs=logprobs)])
     answer = _answer(task, status, [item], usage).model_dump_json().encode()
@@ -247,7 +247,8 @@ class _EventWriter:
         async for _, output in self._outputs:
             choice.add(output)
             if writer is not None and output.logprobs:
-                entries = writer.generated(output.logprobs)["content"]
+                scored = writer.generated(output.logprobs, hides_last=output.hides_last)
+                entries = scored["content"]
                 yield self._event(_DELTA, **self._place, delta=output.text, logprobs=entries)
             elif output.text:
                 yield self._delta(output.text)

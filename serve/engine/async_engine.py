@@ -17,7 +17,7 @@ from serve.engine.client import EngineClient
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.observer import EngineObserver, FinishedRequest
 from serve.engine.outputs import RequestOutput
-from serve.engine.request_limits import check_priority, resolve_sampling
+from serve.engine.request_limits import resolve_sampling
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.tokenizer import Tokenizer
@@ -108,7 +108,6 @@ class AsyncEngine:
         """
         self._check_open()
         resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
-        check_priority(priority, self.ready)
         context = prompt_token_ids if continues_prompt else []
         engine_id = f"{next(self._ids)}"
         stream = RequestStream(
@@ -144,9 +143,13 @@ class AsyncEngine:
         for `timeout_s`."""
         self._draining = True
         try:
-            await asyncio.wait_for(self._no_readers.wait(), timeout_s)
+            await asyncio.wait_for(self._until_all_read(), timeout_s)
         except TimeoutError:
             logger.warning("%d requests did not finish within %g s", self._num_readers, timeout_s)
+
+    async def _until_all_read(self) -> None:
+        while self._num_readers:  # the end of one may be what another waited for to begin
+            await self._no_readers.wait()
 
     async def close(self) -> None:
         """Stop the engine. Requests that still run get EngineDead."""
@@ -161,7 +164,8 @@ class AsyncEngine:
     async def _read(
         self, request: AddRequest, stream: RequestStream
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._check_open()
+        if self.dead_reason is not None:
+            raise EngineDead(self.dead_reason)
         self._expecting[request.request_id] = stream
         self._num_readers += 1
         self._no_readers.clear()

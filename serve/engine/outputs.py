@@ -30,4 +30,4 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0  # so far
-    times: RequestTimes | None = None  # as last told; known from the first token on
+    times: RequestTimes | None = None  # with finish_reason

@@ -64,6 +64,7 @@ class RequestStream:
         self._failure: EngineDead | None = None
         self._pending: _Pending | None = None
         self._news = asyncio.Event()
+        self._news_time = arrival_time
 
     def feed(self, delta: TokenDelta, time: float) -> None:
         """Take what the request gained in the step whose tokens were known at `time`.
@@ -97,6 +98,7 @@ class RequestStream:
             if self.first_token_time is None:
                 self.first_token_time = time
         self._merge(delta, text.text, token_ids)
+        self._news_time = time
         self._news.set()
 
     def fail(self, failure: EngineDead) -> None:
@@ -151,5 +153,5 @@ class RequestStream:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,
-            times=self._times,
+            times=self.times(self._news_time) if self.finish_reason is not None else None,
         )

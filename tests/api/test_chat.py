@@ -14,6 +14,7 @@ from serve.messages import AddRequest
 from serve.sampling_params import SamplingParams
 from tests.api.conftest import ANSWER, MODEL, Server, running_server
 from tests.api.scripted import Script
+from tests.api.sse import events
 
 HI: list[Any] = [{"role": "user", "content": "Hello"}]
 OPTIONAL_FIELDS = (
@@ -348,7 +349,6 @@ def test_choices_of_a_seeded_request_have_seeds_of_their_own(
         ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
         ({"guided_json": {"type": "notatype"}}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"cache_salt": "x"}, "cache_salt"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
     ],
@@ -446,3 +446,90 @@ def test_prompts_may_be_cut_at_either_end(http: httpx.Client, server: Server) ->
     assert last_request(server).prompt_token_ids == whole[:5]
     chat(http, truncate_prompt_tokens=-1)
     assert last_request(server).prompt_token_ids == whole
+
+
+# ------------------------------------------------------------------ fields beyond OpenAI's
+
+
+def test_fields_that_only_describe_the_caller_change_nothing(
+    http: httpx.Client, server: Server
+) -> None:
+    bare = chat(http)
+    sampling = last_request(server).sampling
+
+    described = chat(
+        http,
+        service_tier="flex",
+        store=True,
+        metadata={"team": "a"},
+        user="u",
+        safety_identifier="s",
+    )
+
+    assert text_of(described) == text_of(bare)
+    assert last_request(server).sampling == sampling
+
+
+def test_priority_and_salt_reach_the_engine() -> None:
+    with running_server(scheduling_policy="priority") as server, server.http() as http:
+        assert chat(http, priority=-7, cache_salt="tenant-1", n=2).status_code == 200
+        requests = [m for m in server.client.received if isinstance(m, AddRequest)]
+
+    assert [(r.priority, r.cache_salt) for r in requests] == [(-7, "tenant-1")] * 2
+
+
+@pytest.mark.parametrize("salt", ["", "a" * 129, "a@b", "a/b", "a\\b", "a\0b", 5])
+def test_a_salt_that_is_none_is_refused_by_name(http: httpx.Client, salt: Any) -> None:
+    response = chat(http, cache_salt=salt)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache_salt"
+
+
+def test_an_answer_that_repeats_itself_can_be_ended(http: httpx.Client, server: Server) -> None:
+    server.script = server.ids(" one two" * 30)
+    wish = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
+
+    (choice,) = chat(http, repetition_detection=wish).json()["choices"]
+    (last,) = events(chat(http, repetition_detection=wish, stream=True))[-2]["choices"]
+
+    assert choice["message"]["content"] == " one two" * 3
+    assert choice["finish_reason"] == last["finish_reason"] == "repetition"
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"max_pattern_size": 10_000, "min_count": 2}, "repetition_detection.max_pattern_size"),
+        ({"max_pattern_size": 3, "min_count": 1}, "repetition_detection.min_count"),
+        ({"max_pattern_size": 3}, "repetition_detection.min_count"),
+        ({"max_pattern_size": "3", "min_count": 2}, "repetition_detection.max_pattern_size"),
+        (5, "repetition_detection"),
+    ],
+)
+def test_a_misshapen_repetition_wish_is_refused_by_name(
+    http: httpx.Client, wish: Any, param: str
+) -> None:
+    response = chat(http, repetition_detection=wish)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_metrics_come_when_asked_for(http: httpx.Client, path: str) -> None:
+    body = {"messages": HI} if "chat" in path else {"prompt": "Hello"}
+
+    bare = http.post(path, json=body).json()
+    asked = http.post(path, json={**body, "return_metrics": True, "n": 2}).json()["metrics"]
+    streamed = events(http.post(path, json={**body, "return_metrics": True, "stream": True}))
+
+    assert "metrics" not in bare
+    for metrics in (asked, streamed[-2]["metrics"]):
+        assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"]
+        assert metrics["generation_time_ms"] >= 0
+        assert metrics["mean_itl_ms"] >= 0
+        assert metrics["tokens_per_second"] > 0
+        assert metrics["num_preemptions"] == 0
+    assert streamed[-2]["choices"] == []
+    assert all("metrics" not in event for event in streamed[:-2])

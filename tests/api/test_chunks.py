@@ -59,10 +59,10 @@ def test_usage_is_absent_null_or_told_as_asked() -> None:
         "prompt_tokens_details": {"cached_tokens": 1},
     }
     assert "usage" not in parsed(writer().chunk(0, payload))
-    assert writer().usage_chunk() == b""
+    assert writer().figures_chunk() == b""
     asked = writer(include_usage=True)
     assert parsed(asked.chunk(0, payload))["usage"] is None
-    assert parsed(asked.usage_chunk()) == {**ENVELOPE.fields(), "choices": [], "usage": usage}
+    assert parsed(asked.figures_chunk()) == {**ENVELOPE.fields(), "choices": [], "usage": usage}
     always = writer(include_usage=True, continuous_usage_stats=True)
     assert parsed(always.chunk(0, payload))["usage"] == usage
     assert "usage" not in parsed(writer(continuous_usage_stats=True).chunk(0, payload))

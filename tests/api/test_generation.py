@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,8 +16,9 @@ from serve.api.service import OpenRequests
 from serve.config import ServerConfig
 from serve.engine.outputs import RequestOutput
 from serve.errors import EngineDead, PromptTooLong, StepFailed
-from serve.messages import FinishReason
+from serve.messages import EngineReady, FinishReason
 from serve.sampling_params import SamplingParams
+from tests.engine.fake_front import READY
 
 
 def output(text: str, num: int, reason: FinishReason | None = None, **more: Any) -> RequestOutput:
@@ -39,6 +40,7 @@ class FakeEngine:
     scripts: list[list[RequestOutput | Exception | None]]
     requests: list[tuple[list[int], SamplingParams, str | None]] = field(default_factory=list)
     num_open: int = 0
+    ready: EngineReady = READY
     refuses: Exception | None = None
 
     def generate(
@@ -47,6 +49,7 @@ class FakeEngine:
         sampling: SamplingParams,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         request_id: str | None = None,
         continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -173,6 +176,59 @@ async def test_only_later_choices_have_their_seed_moved() -> None:
     await collect(Outputs(service, job(num_prompts=2, n=2, seed=2**63 - 1)))
 
     assert [s.seed for _, s, _ in service.engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
+
+
+@dataclass
+class Steered(FakeEngine):
+    """Tells the order in which its requests begin."""
+
+    begun: list[int] = field(default_factory=list)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _run(
+        self, script: list[RequestOutput | Exception | None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.begun.append(self.scripts.index(script))
+        await self.go.wait()
+        async for item in FakeEngine._run(self, script):
+            yield item
+
+
+@pytest.mark.parametrize(
+    ("ready", "sampling", "prompt_len", "first"),
+    [
+        (replace(READY, prefix_caching=True), SamplingParams(), 17, [0, 2]),
+        (replace(READY, prefix_caching=True), SamplingParams(), 16, [0, 1, 2, 3]),
+        (replace(READY, prefix_caching=True), SamplingParams(prompt_logprobs=0), 17, [0, 1, 2, 3]),
+        (READY, SamplingParams(), 17, [0, 1, 2, 3]),
+    ],
+)
+async def test_choices_wait_until_the_first_of_their_prompt_has_computed_it(
+    ready: EngineReady, sampling: SamplingParams, prompt_len: int, first: list[int]
+) -> None:
+    engine = Steered([spelled(text) for text in ("ab", "c", "de", "f")], ready=ready)
+    service: Any = FakeService(engine)
+    prompts = [[1] * prompt_len, [2] * prompt_len]
+    task = asyncio.create_task(collect(Outputs(service, Job("job", prompts, sampling, n=2))))
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+    assert engine.begun == first
+
+    engine.go.set()
+    choices, _ = await task
+    assert [choice.text for choice in choices] == ["ab", "c", "de", "f"]
+    assert sorted(engine.begun) == [0, 1, 2, 3]
+
+
+async def test_the_failure_of_a_first_choice_does_not_leave_others_waiting() -> None:
+    ready = replace(READY, prefix_caching=True)
+    service: Any = FakeService(FakeEngine([[EngineDead("gone")], [None]], ready=ready))
+
+    with pytest.raises(EngineDead, match="gone"):
+        await collect(Outputs(service, Job("job", [[1] * 20], SamplingParams(), n=2)))
+
+    assert service.open_requests.count == service.engine.num_open == 0
 
 
 class Listed:

@@ -84,6 +84,28 @@ def test_log_06_bytes_of_split_characters_join_to_the_text(
         assert len(set(names)) == 3
 
 
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_token_that_a_client_made_an_end_has_bytes_only_if_it_is_shown(
+    http: httpx.Client, server: Server, includes: bool
+) -> None:
+    server.script = server.ids(" Hello world")
+    fields: dict[str, Any] = {
+        "logprobs": True,
+        "stop_token_ids": server.ids(" world"),
+        "include_stop_str_in_output": includes,
+    }
+
+    (choice,) = chat(http, **fields).json()["choices"]
+    chunks = events(chat(http, stream=True, **fields))[:-1]
+
+    entries = choice["logprobs"]["content"]
+    joined = bytes(byte for entry in entries for byte in entry["bytes"] or [])
+    assert joined.decode() == choice["message"]["content"] == " Hello" + " world" * includes
+    assert len(entries) == 2
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [x for part in parts if part for x in part["content"]] == entries
+
+
 def test_log_09_streamed_log_probabilities_merge_to_the_same(http: httpx.Client) -> None:
     fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 4}
     (whole,) = complete(http, **fields).json()["choices"]

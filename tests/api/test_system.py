@@ -100,6 +100,23 @@ def test_load_counts_the_open_requests(http: httpx.Client, server: Server) -> No
     wait_until(lambda: http.get("/load").json() == {"server_load": 0})
 
 
+def test_an_unforeseen_error_is_answered_with_the_headers_of_any_answer(
+    http: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(server.engine, "generate", fails)
+    headers = {"x-request-id": "mine", "origin": "http://elsewhere"}
+    response = http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "mine"
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
 def test_every_answer_carries_a_request_id(http: httpx.Client, server: Server) -> None:
     own = [http.get(path).headers["x-request-id"] for path in ("/health", "/nope", "/health")]
     assert len(set(own)) == 3

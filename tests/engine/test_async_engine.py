@@ -185,7 +185,7 @@ async def test_a_request_that_a_stop_string_ended_still_has_its_history() -> Non
     client.step(TokenDelta(request.request_id, ids("x"), times=told), time=start + 2)
     client.step(TokenDelta(request.request_id, ids("y")), time=start + 3)
     outputs = await reader
-    assert outputs[-1].times == told
+    assert outputs[-1].times == RequestTimes(start, start + 1, start + 2, start + 3, 0)
     assert notebook.finished[0].times.first_scheduled_time == start + 1
     await engine.close()
 

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from serve.api.protocol.common import (
+    FinishedBy,
     GenerationRequest,
     Listed,
     PromptLogprobs,
+    RequestMetrics,
     RequestModel,
     ResponseModel,
     Usage,
@@ -112,7 +114,7 @@ class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishedBy
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -129,3 +131,4 @@ class ChatCompletion(ResponseModel):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    metrics: RequestMetrics | None = None

@@ -42,11 +42,23 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+FinishedBy = Literal["stop", "length", "repetition"]
+"""`finish_reason`; "repetition" only for those who ask for repetition_detection."""
+
+
 class StreamOptions(RequestModel):
     """Which usage figures a stream carries."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class RepetitionWish(RequestModel):
+    """When an output counts as repeating itself; see `RepetitionDetection`."""
+
+    max_pattern_size: Whole
+    min_pattern_size: Whole | None = None
+    min_count: Whole
 
 
 class GenerationRequest(RequestModel):
@@ -82,7 +94,10 @@ class GenerationRequest(RequestModel):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    repetition_detection: RepetitionWish | None = None
     priority: Whole | None = None
+    cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     user: str | None = None
 
@@ -100,6 +115,17 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class RequestMetrics(ResponseModel):
+    """How long an HTTP request took, all its choices together; null for what never happened."""
+
+    queue_time_ms: float | None  # from arrival to the first step
+    time_to_first_token_ms: float | None  # from arrival
+    generation_time_ms: float | None  # from the first token to the last
+    mean_itl_ms: float | None  # mean time between a choice's tokens
+    tokens_per_second: float | None  # generated tokens over the time from the first step to the end
+    num_preemptions: int
 
 
 class PromptLogprob(ResponseModel):

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, WithJsonSchema
 
 from serve.api.protocol.common import (
+    FinishedBy,
     GenerationRequest,
     PromptLogprobs,
+    RequestMetrics,
     ResponseModel,
     Usage,
     Whole,
@@ -81,7 +83,7 @@ class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishedBy
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
@@ -98,3 +100,4 @@ class Completion(ResponseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+    metrics: RequestMetrics | None = None
