@@ -17,7 +17,7 @@ from serve.engine.client import EngineClient
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.observer import EngineObserver, FinishedRequest
 from serve.engine.outputs import RequestOutput
-from serve.engine.request_limits import resolve_sampling
+from serve.engine.request_limits import check_priority, resolve_sampling
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.tokenizer import Tokenizer
@@ -108,6 +108,7 @@ class AsyncEngine:
         """
         self._check_open()
         resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
+        check_priority(priority, self.ready)
         context = prompt_token_ids if continues_prompt else []
         engine_id = f"{next(self._ids)}"
         stream = RequestStream(
