@@ -123,15 +123,15 @@ void multiply_segment(const Segment& segment, const Rows& rows, const Target& ou
         using Weight = typename Storage::Weight;
         if (row == 0) {
           return multiply(reinterpret_cast<const Weight*>(segment.weights),
-                          [=](const Weight* p, int64_t i) {
+                          [=](const Weight* p, int64_t i, int) {
                             _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-                            Vec weights = Storage{}(p, i);
+                            Vec weights = Storage{}(p, i, 0);
                             store(wide + i * kLanes, weights);
                             return weights;
                           });
         }
       }
-      multiply(stored_wide, [=](const float* p, int64_t i) {
+      multiply(stored_wide, [=](const float* p, int64_t i, int) {
         _mm_prefetch(ahead + i * step, _MM_HINT_T0);
         return load(p);
       });

@@ -16,19 +16,19 @@ constexpr int64_t kBlock = 32;
 struct Float32 {
   using Weight = float;
   static constexpr int64_t kDepth = kPlain, kBytes = 64;
-  Vec operator()(const float* p, int64_t) const { return load(p); }
+  Vec operator()(const float* p, int64_t, int) const { return load(p); }
 };
 
 struct Float16 {
   using Weight = uint16_t;
   static constexpr int64_t kDepth = kPlain, kBytes = 32;
-  Vec operator()(const uint16_t* p, int64_t) const { return widen_half(load_256(p)); }
+  Vec operator()(const uint16_t* p, int64_t, int) const { return widen_half(load_256(p)); }
 };
 
 struct BFloat16 {
   using Weight = uint16_t;
   static constexpr int64_t kDepth = kPlain, kBytes = 32;
-  Vec operator()(const uint16_t* p, int64_t) const { return widen_bfloat(load_256(p)); }
+  Vec operator()(const uint16_t* p, int64_t, int) const { return widen_bfloat(load_256(p)); }
 };
 
 // A reader of blocks gives the weights of k = 4 * J + g, J = 0 … 7 and g = 0 … 3, in that order.

@@ -11,8 +11,8 @@
 namespace serve {
 
 // rows: [R, k], `row_stride` apart. panels[p]: [k, 16], `panel_stride` elements between ks.
-// out: [R, P * 16], `out_stride` apart. `load_panel(pointer, i)` widens the sixteen weights of k = i;
-// it may also prefetch or keep what it widened.
+// out: [R, P * 16], `out_stride` apart. `load_panel(pointer, i, p)` widens the sixteen weights of
+// panel p at k = i; it may also prefetch or keep what it widened.
 //
 // Not inlined: among a caller's live variables, the compiler spills the row pointers and loses up
 // to half of the speed.
@@ -32,7 +32,7 @@ __attribute__((noinline)) void multiply_tile(const float* rows, int64_t row_stri
   for (int64_t i = 0; i < k; ++i) {
     Vec weights[P];
 #pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) weights[p] = load_panel(panels[p] + i * panel_stride, i);
+    for (int p = 0; p < P; ++p) weights[p] = load_panel(panels[p] + i * panel_stride, i, p);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       Vec x = splat(rows[r * row_stride + i]);
