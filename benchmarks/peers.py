@@ -22,7 +22,13 @@ from typing import Any
 import yaml
 
 from benchmarks import loads, machine
-from benchmarks.servers import RunningServer, ServerCommand, ServerFailed, free_port
+from benchmarks.servers import (
+    RunningServer,
+    ServerCommand,
+    ServerFailed,
+    end_on_sigterm,
+    free_port,
+)
 from serve.bench.summary import Summary
 
 HERE = Path(__file__).parent
@@ -31,6 +37,7 @@ HERE = Path(__file__).parent
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 when a measured request failed."""
     options = _parse(argv)
+    end_on_sigterm()
     known = read_commands(options.peers, options.peers_home)
     chosen = [
         loads.smaller(load) if options.smoke else load for load in loads.find_loads(options.loads)

@@ -29,7 +29,7 @@ from unittest import mock
 from benchmarks import loads, machine
 from benchmarks.engine_loop import EngineLoop, start_engine
 from benchmarks.machine import Rates
-from benchmarks.servers import RunningServer, ServerCommand, free_port
+from benchmarks.servers import RunningServer, ServerCommand, end_on_sigterm, free_port
 from serve.bench.options import Lengths
 from serve.bench.workload import random_token_ids
 from serve.kernels.base import Kernels, PackedLinear
@@ -80,6 +80,7 @@ class TimedAttention:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    end_on_sigterm()
     chosen = [
         loads.smaller(load) if options.smoke else load for load in loads.find_loads(options.loads)
     ]

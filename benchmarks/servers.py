@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -158,6 +159,11 @@ class RunningServer:
     def _last_lines(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-8:]
         return "\n    ".join([f"; the end of {self._log}:", *lines])
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM unwind the stack, so that started servers end with the benchmark."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def answers(url: str) -> bool:

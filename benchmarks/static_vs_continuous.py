@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.servers import RunningServer, ServerCommand, free_port
+from benchmarks.servers import RunningServer, ServerCommand, end_on_sigterm, free_port
 from serve.bench.online import measure
 from serve.bench.options import ArrivalOptions, ReportOptions, TargetOptions, WorkloadOptions
 from serve.bench.plot import new_figure
@@ -48,6 +48,7 @@ class Contestant:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 when a measured request failed."""
     options = _parse(argv)
+    end_on_sigterm()
     workload = WorkloadOptions(input_len=options.input_len, output_len=options.output_len)
     rates = [float(rate) for rate in options.qps.split(",")]
     log_folder = options.out / "logs"
