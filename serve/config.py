@@ -137,6 +137,9 @@ class SchedulerConfig:
     """Which of the least urgent running requests is preempted for its elders."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """fcfs: first come, first served; priority: lower priority first, urgent work may preempt."""
+    async_scheduling: Literal["auto", "on", "off"] = "auto"
+    """Launch a step before the last one's tokens are known, so that the device never waits for
+    Python; auto: on CUDA."""
     max_num_queued_reqs: int | None = None
     """Refuse requests (429) while this many wait that cannot start at once; default: no limit."""
     max_num_queued_tokens: int | None = None
@@ -207,6 +210,8 @@ class ServerConfig:
     """Origins whose web pages may call the server (CORS)."""
     max_request_bytes: int = 4 * 2**20
     """Largest request body; larger ones are refused with 413."""
+    max_header_bytes: int = 64 * 2**10
+    """Largest head of a request (its address and headers); larger ones are refused with 431."""
     max_logprobs: int = 20
     """Most alternatives per token that a request may ask for in logprobs."""
     generation_config: Literal["auto", "none"] = "auto"
@@ -226,6 +231,8 @@ class ServerConfig:
         _require(0 <= self.port <= 65535, "port", self.port, "between 0 and 65535")
         size, logprobs = self.max_request_bytes, self.max_logprobs
         _require(size >= 1024, "max-request-bytes", size, "at least 1024")
+        head = self.max_header_bytes
+        _require(head >= 1024, "max-header-bytes", head, "at least 1024")
         _require(logprobs >= 0, "max-logprobs", logprobs, "0 or more")
         timeout, prefix = self.shutdown_timeout, self.metrics_prefix
         idle = self.timeout_keep_alive

@@ -76,4 +76,13 @@ def core_over(
         scheduling_policy=limits.policy,
         block_bytes=worker.block_bytes,
     )
-    return EngineCore(Scheduler(kv, limits, clock), executor, inbox, outbox), ready
+    depth = _depth(scheduling.async_scheduling, worker.device)
+    return EngineCore(Scheduler(kv, limits, clock), executor, inbox, outbox, depth), ready
+
+
+def _depth(async_scheduling: str, device: str) -> int:
+    """Steps that may be out at once. A CPU has run a step when its launch returns, and would only
+    compute one step too many for each request that stops."""
+    if async_scheduling == "auto":
+        return 2 if device == "cuda" else 1
+    return 2 if async_scheduling == "on" else 1

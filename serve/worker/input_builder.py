@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata
-from serve.scheduler.output import ScheduledRequest, SchedulerOutput
+from serve.scheduler.output import ScheduledRequest
 from serve.worker.device import Device
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampling_columns import Rows
@@ -73,9 +73,9 @@ class InputBuilder:
         self._block_size = block_size
         self._device = device
 
-    def build(self, plan: SchedulerOutput) -> ModelInput:
-        """The tensors for `plan.scheduled`, which must not be empty."""
-        layout = self._lay_out(plan.scheduled)
+    def build(self, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
+        """The tensors for these shares of a step, which must not be none."""
+        layout = self._lay_out(scheduled)
         rows, seq_lens, ends = layout.rows, layout.seq_lens, layout.ends
         positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, layout.query_lens)
         token_rows = np.repeat(rows, layout.query_lens)

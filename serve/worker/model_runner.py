@@ -84,19 +84,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Launch a step. Rows and blocks are in order afterwards even if the model raises."""
+        """Launch a step. If it raises, its requests have no rows any more, and steps that were
+        planned before that was known run without them."""
         self._rows.release(plan.released)
+        try:
+            return self._execute(plan)
+        except Exception:
+            self._rows.lose(entry.request_id for entry in plan.scheduled)
+            raise
+
+    def _execute(self, plan: SchedulerOutput) -> PendingStep:
         self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
         self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
         self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
         for request in plan.admitted:
             self._rows.admit(request)
-        for entry in plan.scheduled:
+        scheduled = [e for e in plan.scheduled if not self._rows.is_lost(e.request_id)]
+        for entry in scheduled:
             if entry.new_block_ids:
                 self._rows.append_blocks(entry.request_id, entry.new_block_ids)
-        if not plan.scheduled:
+        if not scheduled:
             return PendingStep([], None, None, {}, [])
-        step = self._builder.build(plan)
+        step = self._builder.build(scheduled)
         hidden = self._forward(step)
         prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
         if step.sample is None:

@@ -30,6 +30,7 @@ class RequestRows:
         self._device = device
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_by_request: dict[str, int] = {}
+        self._lost: set[str] = set()
         self._num_blocks = [0] * num_rows
         self.prompts_to_score: dict[str, list[int]] = {}  # of requests that want prompt logprobs
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
@@ -39,14 +40,21 @@ class RequestRows:
         self.last_tokens = LastTokens(device)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Free these requests' rows; ids without a row (their admission failed) are ignored."""
+        """Free these requests' rows; ids without a row (their step failed) are ignored."""
         for request_id in request_ids:
-            row = self._row_by_request.pop(request_id, None)
-            if row is not None:
-                self._free.append(row)
-                self.prompts_to_score.pop(request_id, None)
-                self.counts.release(row)
-                self.last_tokens.release(row)
+            self._lost.discard(request_id)
+            self._free_row(request_id)
+
+    def lose(self, request_ids: Iterable[str]) -> None:
+        """Free the rows of a failed step's requests, admitted or not, and skip what is still
+        planned for them: such steps were on their way before the failure was known."""
+        for request_id in request_ids:
+            self._lost.add(request_id)
+            self._free_row(request_id)
+
+    def is_lost(self, request_id: str) -> bool:
+        """Whether a step of this request failed, and it has not been released since."""
+        return request_id in self._lost
 
     def admit(self, request: RowData) -> None:
         """Give a request a row and fill it."""
@@ -87,6 +95,14 @@ class RequestRows:
             if places.size:
                 at = self._device.to_device(torch.from_numpy(places))
                 memory.add(rows[places], token_ids[at])
+
+    def _free_row(self, request_id: str) -> None:
+        row = self._row_by_request.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+            self.prompts_to_score.pop(request_id, None)
+            self.counts.release(row)
+            self.last_tokens.release(row)
 
     def _append(self, row: int, block_ids: Sequence[int]) -> None:
         first = self._num_blocks[row]

@@ -15,7 +15,7 @@ from serve.kv_cache.storage import KVStorage
 from serve.models.base import LayerCache
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
-from serve.worker.device import CpuDevice
+from serve.worker.device import CpuDevice, Device
 from serve.worker.logit_edits import LogitEditor
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
@@ -136,11 +136,20 @@ class HistoryModel:
 class RunnerStand:
     """A runner over HistoryModel; `step` runs entries written as tuples."""
 
-    def __init__(self, *, block_size: int = 4, num_blocks: int = 20, num_host_blocks: int = 8):
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 20,
+        num_host_blocks: int = 8,
+        device: Device | None = None,
+    ) -> None:
         self.model = HistoryModel()
         kernels = reference.kernels()
-        self.device = cpu()
-        self.rows = make_rows(self.model.vocab_size, num_rows=8, max_blocks=16)
+        self.device = device or cpu()
+        self.rows = RequestRows(
+            8, max_blocks=16, vocab_size=self.model.vocab_size, seed=0, device=self.device
+        )
         self.storage = KVStorage(
             layer_shapes(self.model, kernels, block_size),
             num_blocks=num_blocks,
