@@ -121,7 +121,7 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR
     times: RequestTimes | None = None  # with finish_reason, the first token, and after preemptions
-    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    num_cached_tokens: int = 0  # of the prompt, from the prefix cache; told with `times`
     retry_after_s: float | None = None  # with an error: the queue was full; come back then
 
 

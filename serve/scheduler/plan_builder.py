@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
+
 from serve.kv_cache.block_copy import BlockCopy
 from serve.scheduler.limits import SchedulerLimits, within
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
@@ -77,6 +80,35 @@ class PlanBuilder:
         elif end < request.num_tokens:
             self.num_partial += 1
             self.num_long_partial += request.num_tokens > self.max_share
+
+    def place_decodes(self, requests: Sequence[Request], first: int) -> int:
+        """Put in the requests from `first` on that lack one token and have a slot for it, up to one
+        that is different; returns its index.
+
+        What `place` would do, without a call for each: nearly all of a busy step is this.
+        """
+        place, note, number = self.scheduled.append, self.requests.append, self.number
+        last = min(len(requests), first + self.tokens_left)
+        index = first
+        for request in islice(requests, first, last):
+            start = request.num_computed_tokens
+            end = start + 1
+            if (
+                end != request.num_tokens
+                or end >= request.max_num_tokens
+                or end > request.num_slots
+            ):
+                break
+            token_ids = request.token_ids[start:end]
+            share: tuple[object, ...] = (request.request_id, start, 1, token_ids, [], True)
+            place(tuple.__new__(ScheduledRequest, share))  # half the price of its own __new__
+            note(request)
+            request.num_computed_tokens = end
+            request.num_tokens = end + 1
+            request.last_step = number
+            index += 1
+        self.tokens_left -= index - first
+        return index
 
     def share_of(self, num_tokens: int) -> int:
         """How many of so many tokens of a request can go into this step."""

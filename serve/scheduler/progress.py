@@ -5,35 +5,29 @@ from __future__ import annotations
 from serve.messages import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from serve.scheduler.output import ScheduledRequest, StepResult
 from serve.scheduler.request import Request
-from serve.scheduler.stopping import append_until_end
 
 
-def apply_result(
-    entry: ScheduledRequest, request: Request, result: StepResult, now: float
+def describe_gain(
+    entry: ScheduledRequest,
+    request: Request,
+    result: StepResult,
+    reason: FinishReason | None,
+    now: float,
 ) -> TokenDelta | None:
-    """Append what the step sampled. Returns the request's gain, None when there is nothing to tell.
+    """What a request gained, its tokens being appended; None when there is nothing to tell.
 
-    A delta with a `finish_reason` is the last one: the caller ends the request.
+    `reason` is what appending them said. A delta with a `finish_reason` is the last one: the caller
+    ends the request.
     """
     token_ids: list[int] = []
-    reason: FinishReason | None = None
-    tells_times = request.num_preemptions != request.num_preemptions_told
     if entry.samples:
-        token_ids = result.token_ids[entry.request_id]
-        reason = append_until_end(request, token_ids)
-        if reason is not None:
-            token_ids = token_ids[: len(request.token_ids) - entry.start - entry.num_tokens]
+        num_appended = len(request.token_ids) - entry.start - entry.num_tokens
+        token_ids = result.token_ids[entry.request_id][:num_appended]
         if request.first_token_time is None:
             request.first_token_time = now
-            tells_times = True
+            request.owes_times = True
     elif entry.start + entry.num_tokens == request.max_num_tokens:
         reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
-    if reason is None and not (result.logprobs or result.prompt_logprobs):
-        if not token_ids:
-            return None
-        times = _told_times(request, now) if tells_times else None
-        cached = request.num_cached_tokens
-        return TokenDelta(entry.request_id, token_ids, None, None, None, None, times, cached)
     prompt_logprobs = _new_prompt_logprobs(entry, request, result)
     if not (token_ids or reason or prompt_logprobs):
         return None
@@ -44,13 +38,13 @@ def apply_result(
         logprobs=None if logprobs is None else logprobs[: len(token_ids)],
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
-        times=_told_times(request, now) if tells_times or reason is not None else None,
+        times=_told_times(request, now) if request.owes_times or reason is not None else None,
         num_cached_tokens=request.num_cached_tokens,
     )
 
 
 def _told_times(request: Request, now: float) -> RequestTimes:
-    request.num_preemptions_told = request.num_preemptions
+    request.owes_times = False
     return request.times(now)
 
 

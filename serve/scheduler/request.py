@@ -49,9 +49,9 @@ class Request:
     # what has been reported, so that nothing is told twice
     num_prompt_tokens_counted: int = 0
     num_prompt_logprobs_sent: int = 0
-    num_preemptions_told: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    owes_times: bool = True  # the front has not been told its history so far
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     @property

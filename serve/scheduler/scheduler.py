@@ -21,10 +21,11 @@ from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, S
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.preemption import Preemption, PreemptionMode
 from serve.scheduler.prefill_delay import PrefillDelay
-from serve.scheduler.progress import apply_result, count_prompt_tokens
+from serve.scheduler.progress import count_prompt_tokens, describe_gain
 from serve.scheduler.request import Request, RequestStatus, make_request
 from serve.scheduler.roster import Roster
 from serve.scheduler.step_costs import StepCosts
+from serve.scheduler.stopping import append_until_end
 from serve.scheduler.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -113,18 +114,19 @@ class Scheduler:
         return output
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
-        for request in self.roster.running:  # preemption shortens it at the far end only
-            num_tokens = request.num_uncomputed_tokens
-            if num_tokens > 1 or not plan.tokens_left:
-                num_tokens = plan.share_of(num_tokens)
-            if num_tokens == 0:
-                continue
-            if request.num_computed_tokens + num_tokens <= request.num_slots:
-                plan.place(request, num_tokens, [])
-            elif (new_block_ids := self._make_room(request, num_tokens, plan)) is not None:
+        running = self.roster.running  # preemption shortens it at the far end only
+        index = 0
+        while plan.tokens_left and (index := plan.place_decodes(running, index)) < len(running):
+            request = running[index]
+            num_tokens = plan.share_of(request.num_uncomputed_tokens)
+            if num_tokens > 0:
+                new_block_ids: list[int] | None = []
+                if request.num_computed_tokens + num_tokens > request.num_slots:
+                    new_block_ids = self._make_room(request, num_tokens, plan)
+                if new_block_ids is None:
+                    return
                 plan.place(request, num_tokens, new_block_ids)
-            else:
-                break
+            index += 1
 
     def _schedule_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
         """Admit while there is budget, a row and room. Nobody overtakes the next in line."""
@@ -249,6 +251,7 @@ class Scheduler:
         plan.released.append(victim.request_id)
         plan.preempted.append(victim)
         victim.num_preemptions += 1
+        victim.owes_times = True
         mode = self._preemption.choose_mode(victim)
         self._totals.preemptions[mode] += 1
         free_before, num_tokens = self.kv.num_blocks_free, victim.num_computed_tokens
@@ -290,14 +293,24 @@ class Scheduler:
             self._totals.step_tokens.append(plan.num_scheduled_tokens)
         deltas: list[TokenDelta] = []
         num_generated = 0
+        tells_logprobs = bool(result.logprobs or result.prompt_logprobs)
         for entry, request in zip(plan.scheduled, step.requests, strict=True):
             if request.status is FINISHED:  # ended while the step was out
                 continue
-            if request.num_prompt_tokens_counted < request.num_prompt_tokens:
+            request_id, start, num_tokens, _, _, samples = entry
+            if start < request.num_prompt_tokens:
                 self._totals.prompt_tokens += count_prompt_tokens(entry, request)
-            if entry.start + entry.num_tokens >= request.next_commit:
+            if start + num_tokens >= request.next_commit:
                 self._commit(entry, request)
-            delta = apply_result(entry, request, result, now)
+            reason = None
+            if samples:
+                token_ids = result.token_ids[request_id]
+                reason = append_until_end(request, token_ids)
+                if reason is None and not (tells_logprobs or request.owes_times):
+                    deltas.append(TokenDelta(request_id, token_ids))  # nearly every one is this
+                    num_generated += len(token_ids)
+                    continue
+            delta = describe_gain(entry, request, result, reason, now)
             if delta is not None:
                 deltas.append(delta)
                 num_generated += len(delta.token_ids)
