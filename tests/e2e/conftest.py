@@ -53,7 +53,7 @@ def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
         assert server.stop() == 0, server.log
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def default_server(default_model: Path) -> Iterator[ServerProcess]:
     """A server of the default model, started without naming it, as `make serve` does."""
     with ServerProcess(["--port", "0"]) as server:

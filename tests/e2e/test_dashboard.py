@@ -11,7 +11,6 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.conftest import tiny_model, tiny_server  # noqa: F401 (fixtures)
 from tests.e2e.prometheus_process import ROOT, PrometheusProcess
 from tests.e2e.requests import client, completion, streamed_text, until
 from tests.e2e.server_process import ServerProcess
@@ -47,7 +46,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_every_metric_of_the_dashboard_is_one_the_server_has(
-    tiny_server: ServerProcess,  # noqa: F811
+    tiny_server: ServerProcess,
 ) -> None:
     page = httpx.get(f"{tiny_server.url}/metrics").text
     names = {name for query in queries() for name in re.findall(r"serve_llm_\w+", query)}
@@ -57,7 +56,7 @@ def test_every_metric_of_the_dashboard_is_one_the_server_has(
 
 @pytest.fixture
 def prometheus(
-    tiny_server: ServerProcess,  # noqa: F811
+    tiny_server: ServerProcess,
     tmp_path: Path,
 ) -> Iterator[PrometheusProcess]:
     with PrometheusProcess(tiny_server.url.removeprefix("http://"), tmp_path) as prometheus:
@@ -65,7 +64,7 @@ def prometheus(
 
 
 async def test_every_query_of_the_dashboard_has_an_answer(
-    tiny_server: ServerProcess,  # noqa: F811
+    tiny_server: ServerProcess,
     prometheus: PrometheusProcess,
 ) -> None:
     scraped = "count_over_time(serve_llm_num_requests_running[1m])"
