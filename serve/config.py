@@ -170,6 +170,9 @@ class DeviceConfig:
     """auto: CUDA when there is one."""
     attention_backend: Literal["auto", "triton", "cpu", "reference"] = "auto"
     """Attention kernels; auto picks the fastest that works here and logs why."""
+    batch_invariant: bool = False
+    """A request's tokens are the same bit for bit whatever shares its steps and however it is cut
+    or preempted; slower on a GPU, free on a CPU."""
     cpu_threads: int | None = None
     """Compute threads of the CPU backend; default: one per physical core we may use."""
 

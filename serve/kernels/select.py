@@ -11,6 +11,8 @@ from serve.errors import ConfigError
 from serve.kernels import reference
 from serve.kernels.base import BackendLimits, Kernels
 
+_INVARIANT = "; batch-invariant: a token's bits do not depend on what shares its step"
+
 
 def select_kernels(
     device_type: str,
@@ -20,17 +22,19 @@ def select_kernels(
     head_dims: set[int],
     block_size: int,
     num_threads: int | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Kernels, str]:
     """The kernels for a device ("cpu" or "cuda") and one sentence that says why these.
 
     `override` is the user's choice (`--attention-backend`), or "auto". Raises ConfigError when the
-    choice cannot serve this device, dtype, head dims or block size.
+    choice cannot serve this device, dtype, head dims or block size, or not batch-invariantly.
     """
     candidates: dict[str, Callable[[], Kernels]] = {
         "cpu": lambda: _cpu(device_type, num_threads),
-        "triton": lambda: _triton(device_type),
-        "reference": reference.kernels,
+        "triton": lambda: _triton(device_type, batch_invariant),
+        "reference": lambda: _reference(device_type, batch_invariant),
     }
+    invariant = _INVARIANT if batch_invariant else ""
     if override != "auto" and override not in candidates:
         raise ConfigError(
             f"--attention-backend {override}: no such backend; choose from auto, "
@@ -39,15 +43,17 @@ def select_kernels(
     if override != "auto":
         kernels = candidates[override]()
         _check(kernels, dtype, head_dims, block_size)
-        return kernels, f"{kernels.name} kernels, because --attention-backend asks for them"
+        why = f"{kernels.name} kernels, because --attention-backend asks for them"
+        return kernels, why + invariant
 
     preferred = "triton" if device_type == "cuda" else "cpu"
     try:
         kernels = candidates[preferred]()
         _check(kernels, dtype, head_dims, block_size)
     except ConfigError as reason:
-        return reference.kernels(), f"reference kernels (plain torch, slower), because {reason}"
-    return kernels, f"{kernels.name} kernels, the fastest for device {device_type}"
+        kernels = candidates["reference"]()
+        return kernels, f"reference kernels (plain torch, slower), because {reason}" + invariant
+    return kernels, f"{kernels.name} kernels, the fastest for device {device_type}" + invariant
 
 
 def _cpu(device_type: str, num_threads: int | None) -> Kernels:
@@ -57,13 +63,23 @@ def _cpu(device_type: str, num_threads: int | None) -> Kernels:
     return kernels
 
 
-def _triton(device_type: str) -> Kernels:
+def _reference(device_type: str, batch_invariant: bool) -> Kernels:
+    if batch_invariant and device_type != "cpu":
+        raise ConfigError(
+            "--batch-invariant: the reference kernels multiply matrices by torch, whose rounding "
+            f"on device {device_type} depends on the batch; choose --attention-backend triton"
+        )
+    return reference.kernels()
+
+
+def _triton(device_type: str, batch_invariant: bool) -> Kernels:
     if device_type != "cuda":
         raise ConfigError(
             f"the triton kernels need a GPU, and the device is {device_type}; "
             "choose --attention-backend reference"
         )
-    kernels: Kernels = _load("serve.kernels.triton", "triton_kernels")()
+    factory = _load("serve.kernels.triton", "triton_kernels")
+    kernels: Kernels = factory(batch_invariant=batch_invariant)
     return kernels
 
 

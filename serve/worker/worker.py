@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from serve.config import EngineConfig
+from serve.errors import ConfigError
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
 from serve.models.checkpoint import open_checkpoint
@@ -45,6 +46,7 @@ class Worker:
             head_dims=head_dims(checkpoint.hf_config),
             block_size=config.cache.block_size,
             num_threads=self._device.num_threads,
+            batch_invariant=config.device.batch_invariant,
         )
         dtype_name = str(self._dtype).removeprefix("torch.")
         logger.info("model %s, in %s on %s", model_path.name, dtype_name, self._device.describe())
@@ -54,7 +56,7 @@ class Worker:
             kernels=self._kernels,
             dtype=self._dtype,
             device=self._device.torch_device,
-            impl=config.model.model_impl,
+            impl=model_impl(config),
             seed=config.model.seed,
         )
         size = self._size_cache()
@@ -146,6 +148,20 @@ class Worker:
         if size.num_host_blocks:
             gib = size.num_host_blocks * one_block / GIB
             logger.info("swap space: %d blocks, %.2f GiB", size.num_host_blocks, gib)
+
+
+def model_impl(config: EngineConfig) -> str:
+    """Which implementation of the model to ask for: transformers' multiplies by torch, whose
+    rounding depends on the batch, so batch-invariant serving takes ours. Raises ConfigError."""
+    wanted = config.model.model_impl
+    if not config.device.batch_invariant:
+        return wanted
+    if wanted == "transformers":
+        raise ConfigError(
+            "--batch-invariant: --model-impl transformers multiplies matrices by torch, whose "
+            "rounding depends on the batch; use --model-impl native."
+        )
+    return "native"
 
 
 def largest_plan(

@@ -110,3 +110,38 @@ def test_an_impossible_choice_is_refused(device: str, override: str, complaint: 
 def test_a_package_that_cannot_be_imported_is_a_reason() -> None:
     with pytest.raises(ConfigError, match="nonesuch cannot be imported"):
         select._load("serve.kernels.nonesuch", "kernels")
+
+
+def test_batch_invariance_is_asked_of_the_kernels_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def record(*, batch_invariant: bool) -> Kernels:
+        seen.append(batch_invariant)
+        return dataclasses.replace(reference.kernels(), name="triton")
+
+    monkeypatch.setattr(select, "_load", lambda module, name: record)
+
+    _, why = select_kernels("cuda", "auto", batch_invariant=True, **ANY)
+    assert "batch-invariant" in why
+    _, why = select_kernels("cuda", "auto", **ANY)
+    assert "batch-invariant" not in why
+    assert seen == [True, False]
+
+
+def test_cpu_kernels_are_batch_invariant_as_they_are() -> None:
+    kernels, why = select_kernels("cpu", "reference", batch_invariant=True, **ANY)
+    assert kernels.name == "reference"
+    assert "batch-invariant" in why
+
+
+@pytest.mark.parametrize("override", ["auto", "reference"])
+def test_batch_invariance_never_falls_back_to_products_that_are_not(
+    override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_triton(module: str, name: str) -> Any:
+        raise ConfigError("there is no triton")
+
+    monkeypatch.setattr(select, "_load", no_triton)
+
+    with pytest.raises(ConfigError, match=r"--batch-invariant: .*--attention-backend triton"):
+        select_kernels("cuda", override, batch_invariant=True, **ANY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData
 from serve.worker.device import CpuDevice
 from serve.worker.local_executor import LocalExecutor
-from serve.worker.worker import largest_plan
+from serve.worker.worker import largest_plan, model_impl
 from tests.e2e.tiny_model import save_tiny_model
 from tests.worker.harness import plan, share
 
@@ -102,6 +103,18 @@ def test_what_cannot_work_ends_the_start_with_the_flags_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LocalExecutor(settings, model).start()
+
+
+def test_batch_invariant_serving_takes_our_decoder_and_refuses_another(model: Path) -> None:
+    settings = replace(
+        config(),
+        device=DeviceConfig(device="cpu", attention_backend="reference", batch_invariant=True),
+    )
+    assert model_impl(config()) == "auto"
+    assert model_impl(settings) == "native"
+    other = replace(settings, model=ModelConfig(model_impl="transformers"))
+    with pytest.raises(ConfigError, match="--batch-invariant: --model-impl transformers"):
+        LocalExecutor(other, model).start()
 
 
 def test_the_largest_step_fills_the_budget_with_as_many_requests_as_may_run() -> None:
