@@ -6,7 +6,8 @@ ServeError
  │   ├─ InvalidRequest      400: a field is wrong; `param` names it as a path
  │   ├─ PromptTooLong       400: prompt (+ max_tokens) exceeds the context or the KV pool
  │   ├─ ModelNotFound       404
- │   └─ QueueFull           429: too much waiting; `retry_after_s` says when to come back
+ │   ├─ QueueFull           429: too much waiting; `retry_after_s` says when to come back
+ │   └─ RequestAborted      499: ended on somebody's request before it was done
  └─ EngineError           our failure (HTTP 5xx)
      ├─ EngineDead          503: the engine process ended
      └─ StepFailed          500: a step failed; its requests end, the others go on
@@ -52,6 +53,10 @@ class QueueFull(RequestError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RequestAborted(RequestError):
+    """The request was ended from outside, by its id."""
 
 
 class EngineError(ServeError):

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve import __version__, logs
 from serve.api.app import create_app
@@ -100,7 +101,8 @@ class _Server:
         return _HttpServer(
             uvicorn.Config(
                 create_app(self._engine, self._config, self._metrics),
-                http="httptools",
+                http=HttpProtocol,
+                h11_max_incomplete_event_size=self._config.max_header_bytes,
                 log_config=None,
                 access_log=False,
                 backlog=_BACKLOG,
@@ -150,6 +152,53 @@ class _Server:
             url,
             json.dumps(body),
         )
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a limit on a request's head, which it would collect without end, and
+    with errors in the API's form. The limit is the one that uvicorn has for its other parser."""
+
+    def __init__(self, config: uvicorn.Config, *arguments: Any, **settings: Any) -> None:
+        super().__init__(config, *arguments, **settings)
+        self._max_head_bytes = config.h11_max_incomplete_event_size or 2**16
+        self._in_head = False
+        self._num_head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client. The first ones of a head are counted once it is complete."""
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head and not self.transport.is_closing():
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self._max_head_bytes:
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._in_head, self._num_head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """A head is complete. Raises ValueError for a large one, which the parser passes on."""
+        self._num_head_bytes = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
+        if self._num_head_bytes > self._max_head_bytes:
+            raise ValueError("the head is too large")
+        self._in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or has too large a head, and hang up."""
+        status, reason, code = "400 Bad Request", msg, "bad_request"
+        if self._num_head_bytes > self._max_head_bytes:
+            status, code = "431 Request Header Fields Too Large", "headers_too_large"
+            reason = f"The address and headers exceed {self._max_head_bytes} bytes."
+        error = {"message": reason, "type": "invalid_request_error", "param": None, "code": code}
+        body = json.dumps({"error": error})
+        self.transport.write(
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode("ascii")
+        )
+        self.transport.close()
 
 
 class _HttpServer(uvicorn.Server):

@@ -10,12 +10,14 @@ from serve.api.anthropic import anthropic_routes
 from serve.api.auth import OPEN_PATHS, ApiKeyGuard
 from serve.api.chat import chat_routes
 from serve.api.completions import completion_routes
+from serve.api.control import control_routes
 from serve.api.errors import install_error_handlers
 from serve.api.metrics import Metrics
 from serve.api.openapi import describe_bodies
 from serve.api.protocol.anthropic import CountTokensRequest, MessagesRequest
 from serve.api.protocol.chat import ChatCompletionRequest
 from serve.api.protocol.completions import CompletionRequest
+from serve.api.protocol.control import AbortRequest
 from serve.api.protocol.responses import ResponsesRequest
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from serve.api.request_id import RequestIds
@@ -32,6 +34,7 @@ ROUTES = (
     responses_routes,
     anthropic_routes,
     tokenize_routes,
+    control_routes,
     system_routes,
 )
 BODIES = (
@@ -42,6 +45,7 @@ BODIES = (
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    AbortRequest,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,8 +15,13 @@ from serve.api.errors import (
     UnsupportedMediaType,
     from_validation,
 )
+from serve.errors import InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)
+
+MAX_CONTAINERS = 50_000
+# The closing quote is optional, so that an unclosed text cannot make the search quadratic.
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 
 
 async def read_body(request: Request, model: type[M], max_bytes: int) -> M:
@@ -26,6 +32,7 @@ async def read_body(request: Request, model: type[M], max_bytes: int) -> M:
     """
     _check_headers(request)
     raw = await _read(request, max_bytes)
+    _check_structure(raw)
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
@@ -62,6 +69,18 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise ClientGone("The client hung up while sending its request.") from None
     return b"".join(chunks)
+
+
+def _check_structure(raw: bytes) -> None:
+    """Refuse a body of too many lists and objects: parsing builds each one while nothing else runs.
+
+    Parsing in a thread would not help, since the parser holds the interpreter lock throughout.
+    """
+    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+        return
+    bare = _STRING.sub(b"", raw)  # a text may hold as many brackets as it likes
+    if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
+        raise InvalidRequest(f"The body holds more than {MAX_CONTAINERS} lists and objects.")
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

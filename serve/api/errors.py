@@ -28,6 +28,7 @@ from serve.errors import (
     ModelNotFound,
     PromptTooLong,
     QueueFull,
+    RequestAborted,
     RequestError,
     StepFailed,
 )
@@ -106,6 +107,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         UnsupportedMediaType: ErrorKind(415, _INVALID, "unsupported_media_type"),
         QueueFull: ErrorKind(429, "rate_limit_error", "queue_full"),
         ClientGone: ErrorKind(499, _INVALID, "client_closed_request"),
+        RequestAborted: ErrorKind(499, _INVALID, "request_aborted"),
         RequestError: ErrorKind(400, _INVALID, "bad_request"),
         StepFailed: ErrorKind(500, _SERVER, "step_failed"),
         EngineDead: ErrorKind(503, _SERVER, "engine_dead"),

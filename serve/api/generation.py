@@ -88,7 +88,7 @@ class Outputs:
             num_prompt_tokens=sum(len(ids) for ids in job.prompts),
             n=job.n,
         )
-        service.open_requests.count += 1
+        service.open_requests.members.add(self)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Itself: there is one reader."""
@@ -111,12 +111,21 @@ class Outputs:
             _raise_failure(output)
         return index, output
 
+    def goes_by(self, request_id: str) -> bool:
+        """Whether this is the answer's id, or what follows its `chatcmpl-` or `cmpl-`."""
+        label = self._job.label
+        return request_id == label or request_id == label.partition("cmpl-")[2] != ""
+
+    def abort(self) -> None:
+        """End it from outside: the reader gets RequestAborted."""
+        self._service.engine.abort({self._label(i) for i in range(self._job.num_choices)})
+
     async def aclose(self) -> None:
         """Abort what is unfinished. Does nothing the second time."""
         if self._closed:
             return
         self._closed = True
-        self._service.open_requests.count -= 1
+        self._service.open_requests.members.discard(self)
         await (self._merged or self._alone).aclose()
         if not self._service.config.disable_log_requests:
             logger.info(
@@ -149,15 +158,17 @@ class Outputs:
         if choice and sampling.seed is not None:
             # Choices differ, and yet each is reproducible.
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
-        label = self._job.label if self._job.num_choices == 1 else f"{self._job.label}-{index}"
         return self._service.engine.generate(
             self._job.prompts[prompt],
             sampling,
             priority=self._job.priority,
             cache_salt=self._job.cache_salt,
-            request_id=label,
+            request_id=self._label(index),
             continues_prompt=self._job.continues_prompt,
         )
+
+    def _label(self, index: int) -> str:
+        return self._job.label if self._job.num_choices == 1 else f"{self._job.label}-{index}"
 
 
 async def _merged(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from serve import __version__
 from serve.api.metrics import Metrics
@@ -13,11 +14,26 @@ from serve.engine.async_engine import AsyncEngine
 from serve.errors import ModelNotFound
 
 
+class OpenRequest(Protocol):
+    """A generation that is not over."""
+
+    def goes_by(self, request_id: str) -> bool:
+        """Whether a client means this one."""
+
+    def abort(self) -> None:
+        """End it; its reader is told."""
+
+
 @dataclass(slots=True)
 class OpenRequests:
-    """How many generation requests are open; changed only by `serve.api.generation`."""
+    """The generation requests that are open; changed only by `serve.api.generation`."""
 
-    count: int = 0
+    members: set[OpenRequest] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.members)
 
 
 @dataclass(frozen=True, slots=True)

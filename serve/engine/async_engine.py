@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 
 from serve.engine.client import EngineClient
 from serve.engine.detokenizer import Detokenizer
@@ -21,7 +21,7 @@ from serve.engine.request_limits import check_priority, resolve_sampling
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import EngineDead
+from serve.errors import EngineDead, RequestAborted
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -128,6 +128,13 @@ class AsyncEngine:
             cache_salt=cache_salt,
         )
         return self._read(request, stream)
+
+    def abort(self, labels: Collection[str]) -> None:
+        """End requests by their labels; their readers get RequestAborted."""
+        named = [(i, stream) for i, stream in self._expecting.items() if stream.label in labels]
+        for engine_id, stream in named:
+            self._abort(engine_id, FinishReason.ABORT, time.monotonic())
+            stream.fail(RequestAborted("This request was aborted by its id."))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not disturbed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.outputs import RequestOutput
 from serve.engine.repetition import RepetitionDetector
-from serve.errors import EngineDead
+from serve.errors import ServeError
 from serve.messages import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -61,7 +61,7 @@ class RequestStream:
         self._error: str | None = None
         self._retry_after_s: float | None = None
         self._times: RequestTimes | None = None
-        self._failure: EngineDead | None = None
+        self._failure: ServeError | None = None
         self._pending: _Pending | None = None
         self._news = asyncio.Event()
         self._news_time = arrival_time
@@ -101,13 +101,19 @@ class RequestStream:
         self._news_time = time
         self._news.set()
 
-    def fail(self, failure: EngineDead) -> None:
+    @property
+    def label(self) -> str:
+        """The client's name for the request."""
+        return self._label
+
+    def fail(self, failure: ServeError) -> None:
         """Nothing more will come: the reader gets what is pending, then the failure."""
         self._failure = failure
         self._news.set()
 
     async def next(self) -> RequestOutput:
-        """Everything since the last call, as soon as there is something. Raises EngineDead."""
+        """Everything since the last call, as soon as there is something. Raises what it failed
+        with."""
         await self._news.wait()
         if self._pending is None:
             assert self._failure is not None, self._label

@@ -74,7 +74,7 @@ def test_ops_06_anything_else_is_a_415(http: httpx.Client, headers: dict[str, st
         rb'{"prompt": "\ud800"}',
         rb'{"prompt": "\udc00 x"}',
         b"prompt=Hello",
-        b"[" * 100_000,
+        b"[" * 40_000,
         b'{"prompt": "a", "x": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001,
         b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
     ],
@@ -150,6 +150,30 @@ def test_whatever_is_sent_the_server_does_not_fail(
 
 def post_to(http: httpx.Client, path: str, content: bytes) -> httpx.Response:
     return http.post(path, content=content, headers=JSON)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt": "a", "x": [' + b"[]," * 300_000 + b"[]]}",
+        b'{"prompt": "a", "chat_template_kwargs": {"x": [' + b"{}," * 300_000 + b"{}]}}",
+        b'{"prompt": "a", "x": ["\\"[", ' + b'["]"],' * 60_000 + b"[]]}",
+        b'{"prompt": "' + b'\\"[' * 200_000,  # a text without an end is no JSON
+    ],
+)
+def test_ops_06_bodies_of_too_many_pieces_are_refused_before_they_are_parsed(
+    http: httpx.Client, content: bytes
+) -> None:
+    response = post(http, content)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] in ("invalid_value", "invalid_json")
+
+
+def test_a_text_may_hold_any_number_of_brackets(http: httpx.Client) -> None:
+    body = {"prompt": '[{"a\\": [' * 60_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+
+    assert post(http, json.dumps(body).encode()).status_code == 200
 
 
 def test_a_body_beyond_the_limit_is_a_413_announced_or_not() -> None:

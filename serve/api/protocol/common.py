@@ -95,6 +95,7 @@ class GenerationRequest(RequestModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_metrics: bool | None = None
+    return_prompt_text: bool | None = None
     repetition_detection: RepetitionWish | None = None
     priority: Whole | None = None
     cache_salt: str | None = None
