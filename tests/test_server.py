@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -91,14 +91,16 @@ async def test_a_large_head_is_a_431_and_the_end(large: bytes) -> None:
 async def test_a_head_without_end_is_cut_off() -> None:
     async with connection() as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nx: ")
-        for _ in range(20):
-            await writer.drain()
-            writer.write(b"a" * 1000)
-            await asyncio.sleep(0)
+
+        # The server hangs up while we still write: that resets the connection, answer or not.
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"a" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0)
         (end,) = await asyncio.gather(reader.read(), return_exceptions=True)
 
-        # What was still on its way when the server hung up may reset the connection.
-        assert isinstance(end, ConnectionResetError) or b" 431 " in end
+        assert isinstance(end, ConnectionError) or b" 431 " in end
 
 
 async def test_large_bodies_and_many_requests_are_no_large_head() -> None:
