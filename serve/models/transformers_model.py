@@ -35,6 +35,7 @@ class TransformersModel:
     def __init__(self, hf_model: Any, kernels: Kernels, max_position: int) -> None:
         self.vocab_size = int(hf_model.config.get_text_config().vocab_size)
         self.max_position = max_position
+        self.num_parameters = sum(p.numel() for p in hf_model.parameters())
         self._base = hf_model.base_model
         self._head = _without_base(hf_model)
         self._backend = kernels.attention

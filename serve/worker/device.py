@@ -30,11 +30,38 @@ _CPU_POOL_SHARE = 0.25
 _CPU_POOL_MOST_BYTES = 4 * GIB
 
 
+def gpu_token_budget(device_bytes: int) -> int:
+    """Tokens per step on a GPU of this size when the user names no number."""
+    return _LARGE_TOKEN_BUDGET if device_bytes >= _LARGE_DEVICE_BYTES else _SMALL_TOKEN_BUDGET
+
+
+def cpu_pool_bytes(free_bytes: int) -> int:
+    """The KV pool on a CPU that has so much memory left beside the model."""
+    return min(int(free_bytes * _CPU_POOL_SHARE), _CPU_POOL_MOST_BYTES)
+
+
 class PendingCopy(Protocol):
     """A copy to the host that may still be under way."""
 
     def wait(self) -> Tensor:
         """The tensor in host memory, once it is complete."""
+
+
+class CapturedWork(Protocol):
+    """Device work that was recorded and can be done again."""
+
+    def replay(self) -> None:
+        """Do it on what its inputs hold now; its result is in the same memory as before."""
+
+
+class GraphRecorder(Protocol):
+    """Records device work. What is recorded may read nothing on the host that varies."""
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[CapturedWork, Tensor]:
+        """Record `work`; also the tensor it returns, which a replay fills."""
+
+    def free_bytes(self) -> int:
+        """Memory still available on the device."""
 
 
 class Device(Protocol):
@@ -62,6 +89,9 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work given so far is done."""
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        """Records graphs of device work; None where launching work costs nothing to speak of."""
 
     def to_device(self, host: Tensor) -> Tensor:
         """A host tensor's contents on the device; it may be the same memory. Do not change `host`
@@ -137,10 +167,13 @@ class CpuDevice:
     def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
         # Memory here also belongs to other programs, so the pool takes a modest part of what is
         # free now, whatever `share` allows; --kv-cache-memory-bytes asks for more.
-        return min(int(self.free_bytes() * _CPU_POOL_SHARE), _CPU_POOL_MOST_BYTES)
+        return cpu_pool_bytes(self.free_bytes())
 
     def synchronize(self) -> None:
         pass  # nothing is ever under way
+
+    def graph_recorder(self) -> None:
+        return None
 
     def to_device(self, host: Tensor) -> Tensor:
         return host
@@ -166,6 +199,31 @@ class _CudaCopy:
         return self._host
 
 
+class _CudaGraphRecorder:
+    """Records CUDA graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[CapturedWork, Tensor]:
+        # A first run on a side stream compiles kernels and creates libraries' workspaces, neither
+        # of which may happen while recording.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        self._device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        return graph, result
+
+    def free_bytes(self) -> int:
+        return self._device.free_bytes()
+
+
 class CudaDevice:
     """One NVIDIA GPU; work is queued on its current stream."""
 
@@ -175,8 +233,7 @@ class CudaDevice:
         self.num_threads: int | None = None
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._properties = torch.cuda.get_device_properties(self.torch_device)
-        large = self._properties.total_memory >= _LARGE_DEVICE_BYTES
-        self.default_token_budget = _LARGE_TOKEN_BUDGET if large else _SMALL_TOKEN_BUDGET
+        self.default_token_budget = gpu_token_budget(self._properties.total_memory)
 
     def describe(self) -> str:
         free, total = self.free_bytes() / GIB, self._properties.total_memory / GIB
@@ -218,6 +275,9 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def graph_recorder(self) -> GraphRecorder:
+        return _CudaGraphRecorder(self)
 
     def to_device(self, host: Tensor) -> Tensor:
         # torch keeps the pinned copy alive until the stream has read it.

@@ -1,0 +1,164 @@
+"""What a model takes up, read from its config alone: nothing is loaded, nothing is allocated.
+
+torch's meta device gives every tensor its shape without memory, so the model that is measured is
+the model that would be served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from serve.errors import ConfigError
+from serve.kernels import reference
+from serve.models.base import LayerCache
+from serve.models.checkpoint import Checkpoint
+from serve.models.families import read_spec
+from serve.models.gguf_file import GGUFFile
+from serve.models.gguf_names import hf_name
+from serve.models.parameters import EMBEDDING, DecoderParameters, allocate
+from serve.models.spec import DecoderSpec
+
+_META = torch.device("meta")
+_SCALED_BLOCK = 2 / 32  # a 16-bit scale, or offset, for 32 values
+_PACKED_BYTES = {
+    "F16": 2.0,
+    "BF16": 2.0,
+    "Q8_0": 1.0 + _SCALED_BLOCK,
+    "Q4_0": 0.5 + 2 * _SCALED_BLOCK,
+    "Q4_1": 0.5 + 2 * _SCALED_BLOCK,
+}
+"""Per weight on a CPU, by GGUF kind; the values of all others take 32 bits."""
+
+BytesPerWeight = Callable[[Sequence[str]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of a model in one serving dtype on one kind of device."""
+
+    num_parameters: int
+    weight_bytes: int
+    cache_layers: tuple[LayerCache, ...]  # one per attention layer
+    windows: tuple[int | None, ...]  # of those layers; None: attends to everything before
+    max_position: int
+    vocab_size: int
+    hidden_size: int
+    widest_bytes: int  # of the largest values between two layers' parts, per token
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """One KV block in all layers: keys and values."""
+        values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.cache_layers)
+        return values * block_size * dtype.itemsize
+
+
+def read_footprint(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device_type: str, impl: str
+) -> Footprint:
+    """Measure a model. `checkpoint` may be a dummy. Raises ConfigError as loading it would."""
+    spec = read_spec(checkpoint.hf_config) if impl != "transformers" else None
+    if spec is not None:
+        return _of_decoder(checkpoint, spec, dtype, device_type)
+    if impl == "native":
+        raise ConfigError(f"{checkpoint.path}: our decoder does not know this kind of model")
+    return _of_transformers(checkpoint, dtype)
+
+
+def _of_decoder(
+    checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device_type: str
+) -> Footprint:
+    parameters = allocate(spec, dtype, _META)
+    counted = sum(tensor.numel() for tensor in parameters.by_name().values())
+    if device_type == "cpu":
+        weight_bytes = _packed_bytes(parameters, _bytes_per_weight(checkpoint, dtype))
+    else:
+        weight_bytes = sum(tensor.nbytes for tensor in parameters.by_name().values())
+    inner = 3 * spec.intermediate_size  # gate and up, and their product
+    heads = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return Footprint(
+        num_parameters=counted,
+        weight_bytes=weight_bytes,
+        cache_layers=tuple(LayerCache(spec.num_kv_heads, spec.head_dim) for _ in spec.layers),
+        windows=tuple(layer.window for layer in spec.layers),
+        max_position=spec.max_position,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        widest_bytes=max(inner, heads) * dtype.itemsize,
+    )
+
+
+def _packed_bytes(parameters: DecoderParameters, bytes_of: BytesPerWeight) -> int:
+    """The CPU's layout: matrices packed in their narrowest form, a tied head as a copy of the
+    embedding."""
+    size = 0.0
+    others = [parameters.embedding, parameters.final_norm]
+    matrices = [("", linear) for linear in (parameters.head,) if linear is not None]
+    if parameters.head is None:
+        size += parameters.embedding.numel() * bytes_of([EMBEDDING])
+    for index, layer in enumerate(parameters.layers):
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        matrices += [(f"model.layers.{index}.", linear) for linear in linears]
+        others += layer.norms.values()
+    for prefix, linear in matrices:
+        names = [f"{prefix}{name}.weight" for name, _ in linear.parts]
+        size += linear.weight.numel() * bytes_of(names)
+        if linear.bias is not None:
+            others.append(linear.bias.float())
+    return math.ceil(size) + sum(tensor.nbytes for tensor in others)
+
+
+def _bytes_per_weight(checkpoint: Checkpoint, dtype: torch.dtype) -> BytesPerWeight:
+    """For the checkpoint names that one matrix is stacked from.
+
+    Values that fit 16 bits are kept in 16 bits, and dequantized blocks become blocks again, if all
+    parts of the matrix are of one kind.
+    """
+    stored = min(checkpoint.dtype.itemsize, dtype.itemsize)
+    if checkpoint.path.suffix != ".gguf" or dtype is not torch.float32:
+        return lambda names: stored
+    with GGUFFile(checkpoint.path) as opened:
+        model_type = checkpoint.hf_config.model_type
+        kinds = {hf_name(tensor.name, model_type): tensor.kind.name for tensor in opened.tensors}
+
+    def bytes_of(names: Sequence[str]) -> float:
+        found = {kinds.get(name, kinds[EMBEDDING]) for name in names}
+        return _PACKED_BYTES.get(found.pop(), 4.0) if len(found) == 1 else 4.0
+
+    return bytes_of
+
+
+def _of_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Footprint:
+    from serve.models.transformers_model import load_transformers_model  # seconds to import
+
+    dummy = Checkpoint(checkpoint.path, "dummy", checkpoint.hf_config, checkpoint.dtype, ())
+    with _META:
+        model = load_transformers_model(
+            dummy, kernels=reference.kernels(), dtype=dtype, device=_META, seed=0
+        )
+    text = checkpoint.hf_config.get_text_config()
+    hidden = int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    return Footprint(
+        num_parameters=model.num_parameters,
+        weight_bytes=model.num_parameters * dtype.itemsize,
+        cache_layers=tuple(model.cache_layers),
+        windows=_windows(text, len(model.cache_layers)),
+        max_position=model.max_position,
+        vocab_size=model.vocab_size,
+        hidden_size=hidden,
+        widest_bytes=3 * max(inner, hidden) * dtype.itemsize,
+    )
+
+
+def _windows(text: Any, num_layers: int) -> tuple[int | None, ...]:
+    """By the config's word; models that mean something else by it are served by their own code."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+    return tuple(
+        window if "sliding" in kind and window is not None and math.isfinite(window) else None
+        for kind in kinds[:num_layers]
+    )

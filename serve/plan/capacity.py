@@ -1,0 +1,170 @@
+"""What would fit: a model's memory on some machine, worked out as the engine would at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from serve.config import Count, DeviceConfig, EngineConfig
+from serve.errors import ConfigError
+from serve.models.checkpoint import Checkpoint, open_checkpoint
+from serve.models.footprint import Footprint, read_footprint
+from serve.plan.settings import PlanConfig
+from serve.worker import host_memory
+from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
+from serve.worker.device import cpu_pool_bytes, find_device, gpu_token_budget
+
+_CUDA_CONTEXT_BYTES = int(0.6 * GIB)  # context, libraries' workspaces: what torch does not hold
+_SAMPLING_COPIES = 4  # of the logits in fp32: as computed, edited, probabilities, sorted or masked
+_CPU_TOKEN_BUDGET = 2048
+_UNKNOWN_HOST_BYTES = 1 << 60
+_USUAL_LENGTHS = (1024, 4096, 16_384, 65_536)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How many requests of one length run at once."""
+
+    length: int
+    num_blocks: int  # of each
+    num_requests: int  # that the pool holds
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The plan: where memory goes, and what it is enough for. Sizes in bytes."""
+
+    model: str
+    model_type: str
+    footprint: Footprint
+    weight_bytes_by_dtype: dict[str, int]
+    device: str
+    dtype: str
+    memory_bytes: int
+    usable_bytes: int
+    step_bytes: int  # estimated
+    context_bytes: int  # estimated
+    block_size: int
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    cache: CacheSize | None  # None: the model does not fit
+    fits: tuple[Fit, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV of one token in all layers."""
+        return self.block_bytes // self.block_size
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that the weights and a single block need."""
+        return self.footprint.weight_bytes + self.step_bytes + self.context_bytes + self.block_bytes
+
+
+def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capacity:
+    """Work it out for the model at `path`. Raises ConfigError for what the engine would refuse."""
+    checkpoint = open_checkpoint(path, "dummy")
+    device = _device(config.device, options.memory)
+    dtype = _dtype(config.model.dtype, checkpoint.dtype, device)
+    impl = config.model.model_impl
+    footprint = read_footprint(checkpoint, dtype=dtype, device_type=device, impl=impl)
+    memory = options.memory or _memory_here(config.device, device)
+    longest = longest_wanted(config, footprint.max_position)
+    default_budget = gpu_token_budget(memory) if device == "cuda" else _CPU_TOKEN_BUDGET
+    budget = token_budget(config.scheduler, default_budget, longest)
+    step = _step_bytes(footprint, dtype, budget, config.scheduler.max_num_seqs)
+    context = _CUDA_CONTEXT_BYTES if device == "cuda" else 0
+    share = config.cache.gpu_memory_utilization if device == "cuda" else 1.0
+    usable = int(memory * share)
+    left = usable - footprint.weight_bytes - context - step
+    block = footprint.block_bytes(config.cache.block_size, dtype)
+    cache = None
+    if left >= 2 * block:
+        cache = size_cache(
+            config,
+            block_bytes=block,
+            model_max_len=footprint.max_position,
+            device_free_bytes=memory - footprint.weight_bytes - context,
+            host_total_bytes=_UNKNOWN_HOST_BYTES if options.memory else host_memory.total_bytes(),
+            measure_cache_bytes=lambda: (
+                left if device == "cuda" else cpu_pool_bytes(memory - footprint.weight_bytes)
+            ),
+        )
+    return Capacity(
+        model=config.model.model or path.name,
+        model_type=str(checkpoint.hf_config.model_type),
+        footprint=footprint,
+        weight_bytes_by_dtype=_weights_by_dtype(checkpoint, device, impl),
+        device=device,
+        dtype=_name(dtype),
+        memory_bytes=memory,
+        usable_bytes=usable,
+        step_bytes=step,
+        context_bytes=context,
+        block_size=config.cache.block_size,
+        block_bytes=block,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=budget,
+        cache=cache,
+        fits=_fits(cache, config.cache.block_size, options.lengths),
+    )
+
+
+def _device(config: DeviceConfig, memory: Count | None) -> str:
+    """ "cpu" or "cuda"; a size without a device means a GPU of that size."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if memory is not None else find_device(config).name
+
+
+def _memory_here(config: DeviceConfig, device: str) -> int:
+    return host_memory.available_bytes() if device == "cpu" else find_device(config).free_bytes()
+
+
+def _dtype(wanted: str, stored: torch.dtype, device: str) -> torch.dtype:
+    """As Device.resolve_dtype, for a device that need not be here."""
+    if wanted != "auto":
+        dtype: torch.dtype = getattr(torch, wanted)
+        if device == "cpu" and dtype is torch.float16:
+            raise ConfigError("--dtype float16 is not served on a CPU; use float32 or bfloat16.")
+        return dtype
+    return torch.float32 if device == "cpu" else stored
+
+
+def _step_bytes(footprint: Footprint, dtype: torch.dtype, budget: int, max_num_seqs: int) -> int:
+    """What the largest step needs beside weights and cache: an estimate; the engine measures it."""
+    residuals = 4 * footprint.hidden_size * dtype.itemsize
+    rows = min(budget, max_num_seqs)
+    logits = footprint.vocab_size * (dtype.itemsize + 4 * _SAMPLING_COPIES)
+    return budget * (footprint.widest_bytes + residuals) + rows * logits
+
+
+def _weights_by_dtype(checkpoint: Checkpoint, device: str, impl: str) -> dict[str, int]:
+    dtypes = (torch.float32, torch.bfloat16)
+    return {
+        _name(dtype): read_footprint(
+            checkpoint, dtype=dtype, device_type=device, impl=impl
+        ).weight_bytes
+        for dtype in dtypes
+    }
+
+
+def _fits(cache: CacheSize | None, block_size: int, lengths: tuple[Count, ...]) -> tuple[Fit, ...]:
+    if cache is None:
+        return ()
+    longest = cache.max_model_len
+    usual = (*(n for n in _USUAL_LENGTHS if n < longest), longest)
+    wanted: Sequence[int] = lengths or usual
+    blocks = [-(-length // block_size) for length in wanted]
+    return tuple(
+        Fit(int(length), num, cache.num_blocks // num if length <= longest else 0)
+        for length, num in zip(wanted, blocks, strict=True)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
