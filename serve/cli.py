@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,8 @@ from serve.config import (
     ServerConfig,
 )
 from serve.errors import ConfigError
+from serve.plan.settings import PlanConfig
+from serve.simulate.flags import comparison, simulate
 
 _DESCRIPTION = """An LLM server that speaks OpenAI's API.
 
@@ -36,18 +39,23 @@ every setting.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    app = _app()
+    tokens = sys.argv[1:] if argv is None else list(argv)
+    parse = partial(_parse, _app())
     try:
-        command, bound, _ = app.parse_args(
-            sys.argv[1:] if argv is None else list(argv), print_error=False, exit_on_error=False
-        )
+        call = comparison(tokens, parse) if tokens[:1] == ["simulate"] else parse(tokens)
     except (CycloptsError, ConfigError) as error:
         return _fail(error, exit_code=2)
     try:
-        exit_code: int | None = command(*bound.args, **bound.kwargs)
+        exit_code: int | None = call()
     except ConfigError as error:
         return _fail(error, exit_code=1)
     return exit_code or 0  # --help and --version return None
+
+
+def _parse(app: App, tokens: Sequence[str]) -> partial[int]:
+    """The call that a command line asks for. Raises CycloptsError or ConfigError."""
+    command, bound, _ = app.parse_args(tokens, print_error=False, exit_on_error=False)
+    return partial(command, *bound.args, **bound.kwargs)
 
 
 def _app() -> App:
@@ -62,6 +70,8 @@ def _app() -> App:
     names = ColumnSpec(renderer=NameRenderer(max_width=34), max_width=34, style="cyclopts.name")
     help_page = DefaultFormatter(column_specs=(names, ColumnSpec(renderer=DescriptionRenderer())))
     app.command(serve, help_formatter=help_page)
+    app.command(plan, help_formatter=help_page)
+    app.command(simulate, help_formatter=help_page)
     app.command(bench_app(help_page))
     return app
 
@@ -96,6 +106,25 @@ def serve(
 
     engine = EngineConfig(model=model, cache=cache, scheduler=scheduler, device=device)
     return run_server(engine, server)
+
+
+def plan(
+    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    *,
+    options: Annotated[PlanConfig, _flags("Plan", 2)] = PlanConfig(),  # noqa: B008 (frozen)
+    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+) -> int:
+    """Tell what a model needs and what fits beside it, from its config alone.
+
+    MODEL is a folder, a config.json, a .gguf file or a hub id, of which only the config is fetched.
+    No GPU is needed: `--memory 80GiB` plans for one. The other flags are serve's.
+    """
+    from serve.plan.command import run_plan  # late: --help need not wait for torch
+
+    engine = EngineConfig(model=model, cache=cache, scheduler=scheduler, device=device)
+    return run_plan(engine, options)
 
 
 def _merge_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
