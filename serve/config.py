@@ -65,6 +65,9 @@ class ModelConfig:
     """Our decoder, or transformers' model with our attention. auto prefers ours."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Where weights come from; dummy makes random ones from the config alone."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Generated tokens' logprobs: of the model's own distribution, or of the one drawn from (after
+    penalties, bias, temperature and filters). Prompt logprobs are raw in both."""
     seed: int = 0
     """Seeds dummy weights and unseeded sampling."""
 
@@ -144,12 +147,17 @@ class SchedulerConfig:
     """Refuse requests (429) while this many wait that cannot start at once; default: no limit."""
     max_num_queued_tokens: int | None = None
     """Refuse requests (429) whose prompt would make more tokens wait; default: no limit."""
+    max_queue_time: float | None = None
+    """Seconds a request may wait for its first step; then it is refused (503). Default: for ever;
+    a request's own timeout (field or header) is refused with 504."""
 
     def __post_init__(self) -> None:
         budget, delay = self.max_num_batched_tokens, self.scheduler_delay_factor
         _require(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "at least 1")
         _require(budget is None or budget >= 1, "max-num-batched-tokens", budget, "at least 1")
         _require(delay >= 0, "scheduler-delay-factor", delay, "0 or more")
+        queue_time = self.max_queue_time
+        _require(queue_time is None or queue_time > 0, "max-queue-time", queue_time, "above 0")
         threshold = self.long_prefill_token_threshold
         _require(threshold >= 0, "long-prefill-token-threshold", threshold, "0 or more")
         for name in (
@@ -173,12 +181,19 @@ class DeviceConfig:
     batch_invariant: bool = False
     """A request's tokens are the same bit for bit whatever shares its steps and however it is cut
     or preempted; slower on a GPU, free on a CPU."""
+    enforce_eager: bool = False
+    """Launch each kernel by itself; without it, decode steps on CUDA replay recorded graphs."""
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    """Batch sizes to record graphs for; smaller steps are padded to the next. Default: 1, 2, 4 and
+    every 8th up to --max-num-seqs."""
     cpu_threads: int | None = None
     """Compute threads of the CPU backend; default: one per physical core we may use."""
 
     def __post_init__(self) -> None:
         threads = self.cpu_threads
         _require(threads is None or threads >= 1, "cpu-threads", threads, "at least 1")
+        for size in self.cudagraph_capture_sizes:
+            _require(size >= 1, "cudagraph-capture-sizes", size, "at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw distribution: before penalties, bias, temperature and filters."""
+"""Log-probabilities of tokens, by logits that the caller has chosen, on their way to the host."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ queue of device work, so that freed blocks and rows may be handed out again at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +19,12 @@ from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.worker.device import Device, PendingCopy
+from serve.worker.graphs import DecodeGraphs
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
 from serve.worker.logit_edits import LogitEditor
 from serve.worker.logprobs import LogprobTensors, PendingLogprobs, concatenate, score
 from serve.worker.request_rows import RequestRows
-from serve.worker.sampler import Sampler
+from serve.worker.sampler import LogprobsMode, Sampler
 
 _SCORE_ELEMENTS = 2**23
 """Most logits held at once while scoring prompts: 32 MiB, however long the prompt."""
@@ -74,6 +75,7 @@ class ModelRunner:
         builder: InputBuilder,
         sampler: Sampler,
         device: Device,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._storage = storage
@@ -81,6 +83,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._device = device
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> PendingStep:
@@ -113,6 +116,10 @@ class ModelRunner:
         return self._sample(hidden, step.sample, prompts)
 
     def _forward(self, step: ModelInput) -> Tensor:
+        if self._graphs is not None:
+            hidden = self._graphs.forward(step)
+            if hidden is not None:
+                return hidden
         context = ForwardContext(
             self._storage.layers, step.attention, step.positions, step.prompt_lens
         )
@@ -152,13 +159,35 @@ class ModelRunner:
 
 
 def make_runner(
-    model: CausalModel, storage: KVStorage, rows: RequestRows, block_size: int, device: Device
+    model: CausalModel,
+    storage: KVStorage,
+    rows: RequestRows,
+    block_size: int,
+    device: Device,
+    *,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+    graph_sizes: Sequence[int] = (),
 ) -> ModelRunner:
-    """Put a runner together over a model, its cache and its rows."""
+    """Put a runner together over a model, its cache and its rows.
+
+    Records the model for decode steps of these batch sizes, on a device that can record.
+    """
     editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, device)
-    sampler = Sampler(rows.columns, editor, device)
+    sampler = Sampler(rows.columns, editor, device, logprobs_mode)
     builder = InputBuilder(rows, block_size, device)
-    return ModelRunner(model, storage, rows, builder, sampler, device)
+    recorder = device.graph_recorder() if graph_sizes else None
+    graphs = None
+    if recorder is not None:
+        max_blocks = rows.block_table.shape[1]
+        graphs = DecodeGraphs(
+            model,
+            storage.layers,
+            recorder,
+            graph_sizes,
+            max_blocks=max_blocks,
+            block_size=block_size,
+        )
+    return ModelRunner(model, storage, rows, builder, sampler, device, graphs)
 
 
 def layer_shapes(model: CausalModel, kernels: Kernels, block_size: int) -> list[LayerShape]:

@@ -7,6 +7,7 @@ argmax. Random tokens are a pure function of (seed, position) and the logits: se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ from serve.worker.sampling_columns import (
 
 _EDITS = Wish.ALLOWED | Wish.BAD_WORDS | Wish.BIAS | Wish.PENALTIES | Wish.MIN_TOKENS
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
 _FIRST_WIDTH = 256
 _WIDER = 8
 
@@ -45,10 +48,17 @@ class SamplerOutput:
 class Sampler:
     """Draws tokens; keeps no state of its own between steps."""
 
-    def __init__(self, columns: SamplingColumns, editor: LogitEditor, device: Device) -> None:
+    def __init__(
+        self,
+        columns: SamplingColumns,
+        editor: LogitEditor,
+        device: Device,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         self._columns = columns
         self._editor = editor
         self._device = device
+        self._scores_raw = logprobs_mode == "raw_logprobs"
         self._hashes = token_hashes(columns.vocab_size, device.torch_device)
 
     def sample(self, logits: Tensor, rows: Rows, positions: npt.NDArray[np.int64]) -> SamplerOutput:
@@ -61,14 +71,17 @@ class Sampler:
         if not any_wish:
             return SamplerOutput(logits.argmax(dim=-1), None, [])
         asking = np.flatnonzero(wishes & Wish.LOGPROBS)
-        raw = logits[self._send(asking)] if asking.size else None  # a copy, before the edits
+        before_edits = asking.size and self._scores_raw
+        judged = logits[self._send(asking)] if before_edits else None  # a copy
         if any_wish & _EDITS:
             self._editor.apply(logits, rows, positions)
         token_ids = self._choose(logits, rows, positions, wishes)
-        if raw is None:
+        if not asking.size:
             return SamplerOutput(token_ids, None, [])
+        if judged is None:
+            judged = self._processed(logits[self._send(asking)], rows[asking], wishes[asking])
         num_top = max(self._columns.params[row].logprobs or 0 for row in rows[asking].tolist())
-        scored = score(raw, token_ids[self._send(asking)], num_top)
+        scored = score(judged, token_ids[self._send(asking)], num_top)
         return SamplerOutput(token_ids, scored, asking.tolist())
 
     def _choose(
@@ -100,12 +113,7 @@ class Sampler:
         """One draw from each row's distribution, after temperature, min_p, top_k and top_p."""
         numbers = self._send(self._columns.numbers[rows])
         keys = self._send(noise_keys(self._columns.seeds[rows], positions))
-        # Relative to the row's maximum nothing overflows, however small the temperature; the clamp
-        # keeps -inf - -inf out of rows in which nothing is allowed.
-        scaled = logits - logits.amax(dim=-1, keepdim=True).clamp_(min=BANNED)
-        scaled /= numbers[:, TEMPERATURE, None]
-        if np.any(wishes & Wish.MIN_P):
-            scaled.masked_fill_(scaled < numbers[:, MIN_P, None].log(), -torch.inf)
+        scaled = _scaled(logits, numbers, wishes)
         limited = np.flatnonzero(wishes & Wish.TOP)
         if not limited.size:
             return self._gumbel_argmax(scaled, keys)
@@ -141,8 +149,33 @@ class Sampler:
             width *= _WIDER
         return token_ids
 
+    def _processed(self, logits: Tensor, rows: Rows, wishes: npt.NDArray[np.int64]) -> Tensor:
+        """Edited logits [L, vocab], overwritten with those of the distribution drawn from; rows
+        that take the most likely token keep their edited ones."""
+        logits.masked_fill_(logits <= BANNED / 2, -torch.inf)
+        random = np.flatnonzero(wishes & Wish.RANDOM)
+        if random.size:
+            at = self._send(random)
+            numbers = self._send(self._columns.numbers[rows[random]])
+            scaled = _scaled(logits[at], numbers, wishes[random])
+            values, ids = scaled.sort(dim=-1, descending=True)
+            kept, _ = keep_top(values, scaled, numbers)
+            logits[at] = scaled.scatter_(1, ids, kept)
+        return logits
+
     def _send(self, array: npt.NDArray[np.generic]) -> Tensor:
         return self._device.to_device(torch.from_numpy(array))
+
+
+def _scaled(logits: Tensor, numbers: Tensor, wishes: npt.NDArray[np.int64]) -> Tensor:
+    """Logits [S, vocab] after temperature and min_p, less each row's maximum."""
+    # Relative to the row's maximum nothing overflows, however small the temperature; the clamp
+    # keeps -inf - -inf out of rows in which nothing is allowed.
+    scaled = logits - logits.amax(dim=-1, keepdim=True).clamp_(min=BANNED)
+    scaled /= numbers[:, TEMPERATURE, None]
+    if np.any(wishes & Wish.MIN_P):
+        scaled.masked_fill_(scaled < numbers[:, MIN_P, None].log(), -torch.inf)
+    return scaled
 
 
 def keep_top(values: Tensor, scaled: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:

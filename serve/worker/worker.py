@@ -12,6 +12,7 @@ from serve.errors import ConfigError
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
 from serve.models.checkpoint import open_checkpoint
+from serve.models.decoder import DecoderModel
 from serve.models.registry import build_model, head_dims
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
@@ -19,6 +20,7 @@ from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.device import find_device
 from serve.worker.executor import WorkerInfo
+from serve.worker.graphs import capture_sizes
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
 
@@ -64,6 +66,7 @@ class Worker:
             num_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,
             max_model_len=size.max_model_len,
+            graph_sizes=self._graph_sizes(),
         )
         self.info = WorkerInfo(
             num_blocks=size.num_blocks,
@@ -106,8 +109,25 @@ class Worker:
         )
         runner.execute(plan).wait()
 
+    def _graph_sizes(self) -> list[int]:
+        """Batch sizes of decode steps to record; none where recording is off or impossible."""
+        settings = self._config.device
+        if settings.enforce_eager or self._device.graph_recorder() is None:
+            return []
+        if not isinstance(self._model, DecoderModel) or self._model.needs_prompt_lens:
+            # transformers' models, and RoPE by prompt length, compute on the host what a graph
+            # would keep from the step it was recorded in.
+            logger.info("decode steps run without CUDA graphs, which this model does not allow")
+            return []
+        return capture_sizes(settings.cudagraph_capture_sizes, self._config.scheduler.max_num_seqs)
+
     def _make_runner(
-        self, *, num_blocks: int, num_host_blocks: int, max_model_len: int
+        self,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_model_len: int,
+        graph_sizes: Sequence[int] = (),
     ) -> ModelRunner:
         device, block_size = self._device, self._config.cache.block_size
         storage = KVStorage(
@@ -126,7 +146,16 @@ class Worker:
             seed=self._config.model.seed,
             device=device,
         )
-        return make_runner(self._model, storage, rows, block_size, device)
+        mode = self._config.model.logprobs_mode
+        return make_runner(
+            self._model,
+            storage,
+            rows,
+            block_size,
+            device,
+            logprobs_mode=mode,
+            graph_sizes=graph_sizes,
+        )
 
     def _layer_shapes(self) -> list[LayerShape]:
         return layer_shapes(self._model, self._kernels, self._config.cache.block_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from serve.worker.device import CpuDevice, Device
 from serve.worker.logit_edits import LogitEditor
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
-from serve.worker.sampler import Sampler, SamplerOutput
+from serve.worker.sampler import LogprobsMode, Sampler, SamplerOutput
 
 
 @dataclass
@@ -47,7 +48,12 @@ def row_data(request_id: str, asked: Asked, block_ids: Sequence[int] = ()) -> Ro
 class SamplerStand:
     """A sampler with its rows; `sample` gives each request one row of logits."""
 
-    def __init__(self, vocab_size: int, asked: Sequence[Asked]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        asked: Sequence[Asked],
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         self.asked = asked
         self.rows = make_rows(vocab_size, num_rows=max(1, len(asked)))
         for number, request in enumerate(asked):
@@ -55,7 +61,7 @@ class SamplerStand:
         editor = LogitEditor(
             self.rows.columns, self.rows.counts, self.rows.last_tokens, self.rows_device
         )
-        self.sampler = Sampler(self.rows.columns, editor, self.rows_device)
+        self.sampler = Sampler(self.rows.columns, editor, self.rows_device, logprobs_mode)
 
     rows_device = cpu()
 
@@ -107,12 +113,14 @@ class HistoryModel:
         for kv, layer in zip(ctx.kv, self.cache_layers, strict=True):
             content = token_ids.float()[:, None, None].expand(-1, layer.num_kv_heads, 1)
             attention.write_kv(content, content, kv, meta.slot_mapping)
-        starts = meta.query_start_loc.tolist()
-        rows = [row for row, n in enumerate(meta.query_lens_host) for _ in range(n)]
+        # Lengths as the device has them: a recorded graph keeps the host's from its recording.
+        starts, seq_lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+        query_lens = [end - start for start, end in pairwise(starts)]
+        rows = [row for row, n in enumerate(query_lens) for _ in range(n)]
         answers = []
         for token, row in enumerate(rows):
             offset = token - starts[row]
-            length = meta.seq_lens_host[row] - meta.query_lens_host[row] + offset + 1
+            length = seq_lens[row] - query_lens[row] + offset + 1
             assert int(ctx.positions[token]) == length - 1
             answers.append(next_token(self._read(ctx, row, length), self.vocab_size))
         return torch.tensor(answers, dtype=torch.float32)[:, None]
@@ -143,6 +151,7 @@ class RunnerStand:
         num_blocks: int = 20,
         num_host_blocks: int = 8,
         device: Device | None = None,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         self.model = HistoryModel()
         kernels = reference.kernels()
@@ -160,7 +169,7 @@ class RunnerStand:
             allocate_host=self.device.allocate_host,
         )
         self.runner: ModelRunner = make_runner(
-            self.model, self.storage, self.rows, block_size, self.device
+            self.model, self.storage, self.rows, block_size, self.device, graph_sizes=graph_sizes
         )
 
 

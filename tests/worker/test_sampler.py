@@ -263,6 +263,40 @@ def test_log_01_logprobs_are_those_of_the_raw_distribution() -> None:
     assert scores.top_token_ids[0].tolist() == raw[0].topk(4).indices.tolist()
 
 
+def test_processed_logprobs_are_those_of_the_distribution_drawn_from() -> None:
+    logits = random_logits(6)
+    asked = [
+        Asked(seeded(1, logprobs=50, temperature=0.7, top_k=5)),
+        Asked(seeded(2, logprobs=50, temperature=2.0, top_p=0.8)),
+        Asked(seeded(3, logprobs=50, min_p=0.2, logit_bias={7: 5.0})),
+        Asked(SamplingParams(temperature=0, logprobs=50, allowed_token_ids=(3, 4, 5))),
+        Asked(seeded(4, logprobs=50)),
+        Asked(seeded(5, temperature=0.7, top_k=5)),  # asks for none
+    ]
+
+    raw = SamplerStand(50, asked).sample(logits)
+    processed = SamplerStand(50, asked, "processed_logprobs").sample(logits)
+
+    assert torch.equal(processed.token_ids, raw.token_ids)
+    assert processed.logprob_places == [0, 1, 2, 3, 4]
+    scores = processed.logprobs
+    assert scores is not None
+    assert torch.isfinite(scores.logprobs).all()
+    by_id = torch.empty(5, 50).scatter_(1, scores.top_token_ids, scores.top_logprobs)
+    probabilities = by_id.exp()
+    assert torch.allclose(probabilities.sum(-1), torch.ones(5))
+    kept = probabilities > 0
+    assert kept[0].sum() == 5
+    assert torch.allclose(by_id[0][kept[0]], (logits[0] / 0.7)[kept[0]].log_softmax(-1))
+    share = (logits[1] / 2).softmax(-1)
+    assert share[kept[1]].sum() >= 0.8 > share[kept[1]].sum() - share[kept[1]].min()
+    biased = logits[2].clone()
+    biased[7] += 5
+    assert torch.equal(kept[2], biased.softmax(-1) >= 0.2 * biased.softmax(-1).max())
+    assert kept[3].nonzero().flatten().tolist() == [3, 4, 5]
+    assert torch.allclose(by_id[4], logits[4].log_softmax(-1), atol=1e-5)
+
+
 def test_a_batch_without_wishes_takes_the_argmax_and_nothing_else() -> None:
     logits = random_logits(5)
     stand = SamplerStand(50, [Asked(SamplingParams(temperature=0.0))] * 5)
