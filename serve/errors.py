@@ -6,7 +6,9 @@ ServeError
  │   ├─ InvalidRequest      400: a field is wrong; `param` names it as a path
  │   ├─ PromptTooLong       400: prompt (+ max_tokens) exceeds the context or the KV pool
  │   ├─ ModelNotFound       404
+ │   ├─ DeadlinePassed      504: it waited longer than the caller's own timeout
  │   ├─ QueueFull           429: too much waiting; `retry_after_s` says when to come back
+ │   │   └─ QueuedTooLong     503: it waited longer than the server lets anything wait
  │   └─ RequestAborted      499: ended on somebody's request before it was done
  └─ EngineError           our failure (HTTP 5xx)
      ├─ EngineDead          503: the engine process ended
@@ -57,6 +59,14 @@ class QueueFull(RequestError):
 
 class RequestAborted(RequestError):
     """The request was ended from outside, by its id."""
+
+
+class QueuedTooLong(QueueFull):
+    """The request was taken, but did not begin within `--max-queue-time`."""
+
+
+class DeadlinePassed(RequestError):
+    """The request did not begin within its own `timeout`."""
 
 
 class EngineError(ServeError):

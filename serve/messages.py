@@ -14,13 +14,15 @@ from serve.sampling_params import SamplingParams
 
 class FinishReason(Enum):
     """Why a request ended. STOP: end token or stop string; LENGTH: `max_tokens` or the context.
-    REPETITION: `repetition_detection` found the same tokens over and over."""
+    REPETITION: `repetition_detection` found the same tokens over and over.
+    TIMEOUT: it waited too long for its first step."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     REPETITION = "repetition"
+    TIMEOUT = "timeout"
 
 
 # ---------------------------------------------------------------------------- front → engine
@@ -39,6 +41,7 @@ class AddRequest:
     arrival_time: float
     priority: int = 0  # lower is served first; counts with --scheduling-policy priority
     cache_salt: str | None = None  # prefixes are shared only among requests with the same salt
+    timeout_s: float | None = None  # end it if its first step has not begun so long after arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class TokenDelta(NamedTuple):
     error: str | None = None  # with FinishReason.ERROR
     times: RequestTimes | None = None  # with finish_reason, the first token, and after preemptions
     num_cached_tokens: int = 0  # of the prompt, from the prefix cache; told with `times`
-    retry_after_s: float | None = None  # with an error: the queue was full; come back then
+    retry_after_s: float | None = None  # with an error: too much waited here; come back then
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ def random_workload(rng: Random) -> Workload:
             long_prefill_token_threshold=rng.choice([0, 0, 2, 7]),
             max_num_partial_prefills=rng.choice([None, 1, 2]),
             max_long_partial_prefills=rng.choice([None, 1]),
+            max_queue_time_s=rng.choice([None, None, None, rng.uniform(0, 30)]),
         ),
         num_blocks=num_blocks,
         block_size=block_size,
@@ -138,7 +139,14 @@ def _random_arrival(rng: Random, request_id: str, longest: int) -> Arrival:
     )
     turn = rng.randint(0, 3 if rng.random() < 0.6 else 30)
     abort_turn = turn + rng.randint(0, 40) if rng.random() < 0.25 else None
-    message = AddRequest(request_id, prompt, sampling, turn, priority=rng.choice([0, 0, 0, -1, 1]))
+    message = AddRequest(
+        request_id,
+        prompt,
+        sampling,
+        100.0 + turn / 2,  # about when it arrives by the clock of `drive`
+        priority=rng.choice([0, 0, 0, -1, 1]),
+        timeout_s=rng.choice([None, None, None, rng.uniform(0, 20)]),
+    )
     return Arrival(message, turn, abort_turn)
 
 
@@ -252,6 +260,11 @@ def check_answers(run: Run, workload: Workload) -> None:
         message = arrival.message
         wanted = reference_completion(message.prompt_token_ids, message.sampling)
         got = run.completions.get(message.request_id, [])
+        if run.reasons.get(message.request_id) is FinishReason.TIMEOUT:
+            allowed = message.timeout_s, workload.limits.max_queue_time_s
+            assert allowed != (None, None), message.request_id
+            assert got == [], f"{message.request_id} had begun: {got}"
+            continue
         if arrival.abort_turn is not None and message.request_id not in run.reasons:
             assert got == wanted[: len(got)], (message.request_id, got, wanted)
             continue
@@ -296,7 +309,8 @@ def check_totals(run: Run, workload: Workload) -> None:
     finished = sum(
         len(arrival.message.prompt_token_ids)
         for arrival in workload.arrivals
-        if arrival.message.request_id in run.reasons
+        if run.reasons.get(arrival.message.request_id, FinishReason.TIMEOUT)
+        is not FinishReason.TIMEOUT
     )
     received = sum(len(arrival.message.prompt_token_ids) for arrival in workload.arrivals)
     assert finished <= stats.total_prompt_tokens <= received

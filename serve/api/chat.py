@@ -21,6 +21,7 @@ from serve.api.convert import (
     num_choices,
     refuse_unsupported,
     sampling_params,
+    timeout_header,
     truncated,
 )
 from serve.api.errors import Unsupported
@@ -56,6 +57,7 @@ def chat_routes(service: Service) -> APIRouter:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, kind, f"chatcmpl-{label}")
+        body.timeout = body.timeout or timeout_header(request)
         task = await prepare(body, service, envelope)
         outputs = begin(task, service)
         if body.stream:
@@ -103,6 +105,7 @@ async def prepare(body: ChatCompletionRequest, service: Service, envelope: Envel
             sampling=sampling,
             n=n,
             priority=body.priority or 0,
+            timeout_s=body.timeout,
             cache_salt=cache_salt(body.cache_salt),
             continues_prompt=False,
         ),

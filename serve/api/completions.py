@@ -22,6 +22,7 @@ from serve.api.convert import (
     prompt_ids,
     refuse_unsupported,
     sampling_params,
+    timeout_header,
 )
 from serve.api.generation import Choice, Job, Outputs, Tally, collect, in_intervals
 from serve.api.logprobs import (
@@ -61,6 +62,7 @@ def completion_routes(service: Service) -> APIRouter:
         body = await read_body(request, CompletionRequest, max_bytes)
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, "text_completion", f"cmpl-{label}")
+        body.timeout = body.timeout or timeout_header(request)
         task = await prepare(body, service, envelope)
         outputs = Outputs(service, task.job)
         if body.stream:
@@ -120,6 +122,7 @@ async def prepare(body: CompletionRequest, service: Service, envelope: Envelope)
             sampling=sampling,
             n=n,
             priority=body.priority or 0,
+            timeout_s=body.timeout,
             cache_salt=cache_salt(body.cache_salt),
         ),
         envelope=envelope,

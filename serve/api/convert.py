@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.requests import Request
 
 from serve.api.errors import Unsupported
 from serve.api.protocol.common import GenerationRequest, RepetitionWish
@@ -124,6 +127,16 @@ async def sampling_params(
         logprobs=logprobs.generated,
         prompt_logprobs=logprobs.prompt,
     )
+
+
+def timeout_header(request: Request) -> float | None:
+    """Seconds in the header `timeout`, for clients that cannot add a field."""
+    text = request.headers.get("timeout")
+    if text is None:
+        return None
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) is None or float(text) == 0:
+        raise InvalidRequest("The header timeout must be a number of seconds above 0.")
+    return float(text)
 
 
 def capped_logprobs(count: int | None, service: Service, param: str) -> int | None:

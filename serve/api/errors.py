@@ -22,11 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.api.protocol.common import ErrorBody, ErrorInfo
 from serve.errors import (
+    DeadlinePassed,
     EngineDead,
     EngineError,
     InvalidRequest,
     ModelNotFound,
     PromptTooLong,
+    QueuedTooLong,
     QueueFull,
     RequestAborted,
     RequestError,
@@ -106,6 +108,8 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         BodyTooLarge: ErrorKind(413, _INVALID, "request_too_large"),
         UnsupportedMediaType: ErrorKind(415, _INVALID, "unsupported_media_type"),
         QueueFull: ErrorKind(429, "rate_limit_error", "queue_full"),
+        QueuedTooLong: ErrorKind(503, _SERVER, "queue_timeout"),
+        DeadlinePassed: ErrorKind(504, "timeout_error", "timeout"),
         ClientGone: ErrorKind(499, _INVALID, "client_closed_request"),
         RequestAborted: ErrorKind(499, _INVALID, "request_aborted"),
         RequestError: ErrorKind(400, _INVALID, "bad_request"),

@@ -13,7 +13,7 @@ from serve.api.protocol.common import FinishedBy, PromptTokensDetails, RequestMe
 from serve.api.service import Service
 from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
-from serve.errors import EngineDead, QueueFull, StepFailed
+from serve.errors import DeadlinePassed, EngineDead, QueuedTooLong, QueueFull, StepFailed
 from serve.messages import FinishReason, RequestTimes, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -32,6 +32,7 @@ class Job:
     n: int = 1
     priority: int = 0
     cache_salt: str | None = None
+    timeout_s: float | None = None  # for beginning
     continues_prompt: bool = True  # the text goes on from the prompt's; a chat answer's does not
 
     @property
@@ -163,6 +164,7 @@ class Outputs:
             sampling,
             priority=self._job.priority,
             cache_salt=self._job.cache_salt,
+            timeout_s=self._job.timeout_s,
             request_id=self._label(index),
             continues_prompt=self._job.continues_prompt,
         )
@@ -206,8 +208,13 @@ async def _merged(
 
 
 def _raise_failure(output: RequestOutput) -> None:
-    if output.retry_after_s is not None:
-        raise QueueFull(output.error or "Too much waits.", retry_after_s=output.retry_after_s)
+    retry_after_s, why = output.retry_after_s, output.error or "Too much waits."
+    if retry_after_s is not None:
+        expired = output.finish_reason is FinishReason.TIMEOUT
+        refusal = QueuedTooLong if expired else QueueFull
+        raise refusal(why, retry_after_s=retry_after_s)
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise DeadlinePassed(why, param="timeout")
     if output.finish_reason is FinishReason.ERROR:
         raise StepFailed(output.error or "The engine failed while working on this request.")
     if output.finish_reason is FinishReason.ABORT:

@@ -95,6 +95,7 @@ class AsyncEngine:
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
         continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream one request's output. What can never be answered is refused in this very call
@@ -126,6 +127,7 @@ class AsyncEngine:
             stream.arrival_time,
             priority=priority,
             cache_salt=cache_salt,
+            timeout_s=timeout_s,
         )
         return self._read(request, stream)
 

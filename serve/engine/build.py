@@ -51,6 +51,7 @@ def core_over(
             max_long_partial_prefills=scheduling.max_long_partial_prefills,
             max_num_queued_reqs=scheduling.max_num_queued_reqs,
             max_num_queued_tokens=scheduling.max_num_queued_tokens,
+            max_queue_time_s=scheduling.max_queue_time,
         )
     except ValueError as error:
         executor.close()

@@ -114,7 +114,7 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """Launch at most one step and retire at most one; returns what requests gained."""
-        deltas, self._refused = self._refused, []
+        deltas, self._refused = self._refused + self.scheduler.expire(), []
         launched = False
         if len(self._in_flight) < self.depth and self.scheduler.has_work():
             plan = self.scheduler.schedule()

@@ -29,6 +29,7 @@ class SchedulerLimits:
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_queue_time_s: float | None = None
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int | None = None

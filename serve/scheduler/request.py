@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -52,6 +53,7 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     owes_times: bool = True  # the front has not been told its history so far
+    timeout_s: float = math.inf  # from arrival to its first step
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     @property
@@ -111,5 +113,6 @@ def make_request(message: AddRequest, order: tuple[int, int], block_size: int) -
         max_kv_tokens=kv_tokens_at_most(len(prompt), sampling.max_tokens),
         block_hashes=BlockHashes(block_size, cache_salt=message.cache_salt or ""),
         next_commit=block_size,
+        timeout_s=math.inf if message.timeout_s is None else message.timeout_s,
         stop_token_ids=frozenset(sampling.stop_token_ids),
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
 from serve.scheduler.back_pressure import BackPressure
+from serve.scheduler.deadlines import Deadlines
 from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
@@ -57,6 +58,7 @@ class Scheduler:
         self._preemption = Preemption(kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
         self._back_pressure = BackPressure(limits)
+        self._deadlines = Deadlines(limits.max_queue_time_s)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -74,6 +76,31 @@ class Scheduler:
         request = make_request(message, (priority, self._num_arrived), self.kv.block_size)
         self._num_arrived += 1
         self.roster.join(request)
+        self._deadlines.add(request)
+
+    def expire(self) -> list[TokenDelta]:
+        """End requests that have waited too long for their first step."""
+        now = self.clock()
+        expired = self._deadlines.take_expired(now)
+        retry_after_s = self._back_pressure.seconds_until_drained(len(self.roster.waiting), now)
+        deltas = []
+        for request in expired:
+            is_own = self._deadlines.is_own(request)
+            limit = "its timeout" if is_own else "the server's --max-queue-time"
+            self._end(request, FinishReason.TIMEOUT)
+            deltas.append(
+                TokenDelta(
+                    request.request_id,
+                    [],
+                    finish_reason=FinishReason.TIMEOUT,
+                    error=f"the request waited {now - request.arrival_time:.1f} s for its first "
+                    f"step, longer than {limit} allows.",
+                    times=request.times(now),
+                    retry_after_s=None if is_own else retry_after_s,
+                )
+            )
+        self._deadlines.sweep(len(self.roster.waiting))
+        return deltas
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests wherever they are, with no delta. Unknown ids are ignored."""

@@ -72,6 +72,7 @@ class Script:
     fail_after: int | None = None  # tokens before the step fails
     hold_after: int | None = None  # tokens before it stands still, until it is aborted
     refuse_for_s: float | None = None  # the queue is full, and will be for so long
+    expires: bool = False  # waits too long for its first step
 
 
 @dataclass
@@ -170,13 +171,13 @@ class ScriptedClient:
         sampling = request.sampling
         assert sampling.max_tokens is not None
         now = time.monotonic()
-        if script.refuse_for_s is not None:
+        if script.refuse_for_s is not None or script.expires:
             del self.running[request.request_id]
             return TokenDelta(
                 request.request_id,
                 [],
-                finish_reason=FinishReason.ERROR,
-                error="the queue is full",
+                finish_reason=FinishReason.TIMEOUT if script.expires else FinishReason.ERROR,
+                error="too much waits",
                 retry_after_s=script.refuse_for_s,
             )
         if entry.num_generated == script.fail_after:

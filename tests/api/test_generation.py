@@ -49,6 +49,7 @@ class FakeEngine:
         sampling: SamplingParams,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
         cache_salt: str | None = None,
         request_id: str | None = None,
         continues_prompt: bool = True,

@@ -52,6 +52,27 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(
     assert answer.json()["error"]["code"] == "queue_full"
 
 
+@pytest.mark.parametrize(("retry_after_s", "status"), [(None, 504), (3.0, 503)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_expired_work_is_refused_with_504_or_503(
+    server: Server, http: httpx.Client, retry_after_s: float | None, status: int, stream: bool
+) -> None:
+    server.script = Script([], expires=True, refuse_for_s=retry_after_s)
+    answer = http.post("/v1/completions", json={"prompt": "one", "timeout": 2.5, "stream": stream})
+    assert answer.status_code == status
+    assert answer.headers.get("retry-after") == (None if retry_after_s is None else "3")
+    assert last_added(server).timeout_s == 2.5
+    assert 'finished_reason="timeout"' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_the_timeout_may_be_a_header(server: Server, http: httpx.Client, path: str) -> None:
+    assert http.post(path, json=PROMPTS[path], headers={"timeout": "7.5"}).status_code == 200
+    assert last_added(server).timeout_s == 7.5
+    for wrong in ("0", "-1", "soon", "1e9", "nan"):
+        assert http.post(path, json=PROMPTS[path], headers={"timeout": wrong}).status_code == 400
+
+
 def test_the_prefix_cache_is_reset_on_request(server: Server, http: httpx.Client) -> None:
     assert http.post("/reset_prefix_cache").status_code == 200
     assert isinstance(server.client.received[-1], ResetPrefixCache)

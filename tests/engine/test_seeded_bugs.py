@@ -206,6 +206,14 @@ class CountsPromptTokensAgain(Scheduler):
 
 
 @seeded
+class ExpiresTheBegun(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        waiting = RequestStatus.WAITING
+        self._deadlines.may_expire = lambda r: r.status is waiting  # type: ignore[method-assign]
+
+
+@seeded
 class OverrunsTheBudget(Scheduler):
     def _schedule_running(self, plan: PlanBuilder) -> None:
         super()._schedule_running(plan)

@@ -98,6 +98,7 @@ class GenerationRequest(RequestModel):
     return_prompt_text: bool | None = None
     repetition_detection: RepetitionWish | None = None
     priority: Whole | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     cache_salt: str | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     user: str | None = None
