@@ -20,7 +20,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.worker.executor import PendingTokens, WorkerInfo
 from tests.fakes import FakeInbox, FakeOutbox
 from tests.strategies import limits
-from tests.worker.async_device import AsyncDevice
+from tests.worker.async_device import AsyncDevice, GraphDevice
 from tests.worker.harness import RunnerStand, next_token
 
 VOCAB = 97
@@ -63,10 +63,19 @@ class Run:
     """A core at some depth, and what each request was told."""
 
     def __init__(
-        self, depth: int, *, num_blocks: int = 60, host_blocks: int = 0, mode: str = "recompute"
+        self,
+        depth: int,
+        *,
+        num_blocks: int = 60,
+        host_blocks: int = 0,
+        mode: str = "recompute",
+        device: AsyncDevice | None = None,
     ) -> None:
         stand = RunnerStand(
-            num_blocks=num_blocks, num_host_blocks=host_blocks, device=AsyncDevice()
+            num_blocks=num_blocks,
+            num_host_blocks=host_blocks,
+            device=device or AsyncDevice(),
+            graph_sizes=(2, 8),
         )
         self.executor = RunnerExecutor(stand)
         kv = KVCacheManager(num_blocks, 4, host_blocks)
@@ -161,6 +170,18 @@ def test_every_depth_gives_each_request_what_it_gets_alone(
         num_swapped += sum(len(p.swap_out) for p in run.executor.plans)
         run.check_drained()
     assert (num_swapped > 0) == (mode == "swap")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_replayed_steps_overlap_like_others(depth: int) -> None:
+    device = GraphDevice()
+    run = Run(depth, num_blocks=14, host_blocks=30, mode="swap", device=device)
+    requests = random_requests(7, 12)
+    run.serve(*requests)
+    for message in requests:
+        assert run.tokens(message.request_id) == answer(message)
+    assert sum(graph.num_replays for graph in device.recorder.graphs) > 5
+    run.check_drained()
 
 
 @pytest.mark.parametrize("depth", [2, 3])
