@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serve.sampling_params import SamplingParams
 
@@ -42,6 +42,7 @@ class AddRequest:
     priority: int = 0  # lower is served first; counts with --scheduling-policy priority
     cache_salt: str | None = None  # prefixes are shared only among requests with the same salt
     timeout_s: float | None = None  # end it if its first step has not begun so long after arrival
+    label: str | None = None  # the id that the client knows; need not be unique
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,18 @@ class Shutdown:
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
     """Forget all cached prefixes. Nothing answers; running requests are not disturbed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Show or change something between two steps; `ControlResult` with the same `call_id` answers.
+
+    What there is by `name`, with its `args`: see `serve.engine.controls`.
+    """
+
+    call_id: int
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------- engine → front
@@ -160,6 +173,16 @@ class StepOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlResult:
+    """The answer to a Control: plain values, or why it was refused and for which argument."""
+
+    call_id: int
+    value: Any = None
+    error: str | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """The last message of an engine that cannot go on. `is_config_error`: a start-up mistake."""
 
@@ -167,5 +190,5 @@ class EngineDied:
     is_config_error: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown | ResetPrefixCache
-FromEngine = EngineReady | StepOutputs | EngineDied
+ToEngine = AddRequest | AbortRequests | Shutdown | ResetPrefixCache | Control
+FromEngine = EngineReady | StepOutputs | EngineDied | ControlResult

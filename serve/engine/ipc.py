@@ -22,6 +22,8 @@ from serve.errors import ConfigError
 from serve.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlResult,
     EngineDied,
     EngineReady,
     FromEngine,
@@ -54,6 +56,8 @@ TYPES = (
     EngineReady,
     StepOutputs,
     EngineDied,
+    Control,
+    ControlResult,
 )
 
 
