@@ -13,6 +13,7 @@ ServeError
  └─ EngineError           our failure (HTTP 5xx)
      ├─ EngineDead          503: the engine process ended
      └─ StepFailed          500: a step failed; its requests end, the others go on
+         └─ OutOfMemory         the device had no memory for it
 """
 
 from __future__ import annotations
@@ -79,3 +80,7 @@ class EngineDead(EngineError):
 
 class StepFailed(EngineError):
     """A step of the engine failed; the requests in it are over, the engine goes on."""
+
+
+class OutOfMemory(StepFailed):
+    """The device had no memory for a step: says how large both are, and which flags to change."""

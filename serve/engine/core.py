@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.errors import EngineDead, QueueFull, RequestError
+from serve.errors import EngineDead, OutOfMemory, QueueFull, RequestError
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -166,7 +166,8 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[TokenDelta]:
         """End the requests of a failed step. Raises EngineDead when it was one too many."""
-        self._failures_in_a_row += 1
+        if not isinstance(error, OutOfMemory):  # a smaller step may still work
+            self._failures_in_a_row += 1
         reason = f"a step of the engine failed: {type(error).__name__}: {error}"
         logger.error("%s", reason, exc_info=error)
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:

@@ -90,6 +90,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait until all work given so far is done."""
 
+    def release_unused(self) -> None:
+        """Give back memory that is kept for later but holds nothing now."""
+
     def graph_recorder(self) -> GraphRecorder | None:
         """Records graphs of device work; None where launching work costs nothing to speak of."""
 
@@ -171,6 +174,9 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         pass  # nothing is ever under way
+
+    def release_unused(self) -> None:
+        pass  # the allocator gives back by itself
 
     def graph_recorder(self) -> None:
         return None
@@ -275,6 +281,9 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
 
     def graph_recorder(self) -> GraphRecorder:
         return _CudaGraphRecorder(self)

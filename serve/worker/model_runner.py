@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from serve.errors import OutOfMemory
 from serve.kernels.base import ForwardContext, Kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.messages import TokenLogprobs
@@ -92,9 +93,19 @@ class ModelRunner:
         self._rows.release(plan.released)
         try:
             return self._execute(plan)
+        except torch.OutOfMemoryError:
+            self._lose(plan)
         except Exception:
-            self._rows.lose(entry.request_id for entry in plan.scheduled)
+            self._lose(plan)
             raise
+        # Raised out here, because torch's error keeps the step's tensors alive as long as it lives.
+        error = OutOfMemory(
+            f"no memory for a step of {plan.num_scheduled_tokens} tokens of {len(plan.scheduled)} "
+            f"requests on {self._device.describe()}. Lower --gpu-memory-utilization, "
+            "--max-num-batched-tokens or --max-num-seqs."
+        )
+        self._device.release_unused()
+        raise error
 
     def _execute(self, plan: SchedulerOutput) -> PendingStep:
         self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
@@ -114,6 +125,9 @@ class ModelRunner:
         if step.sample is None:
             return PendingStep([], None, None, {}, prompts)
         return self._sample(hidden, step.sample, prompts)
+
+    def _lose(self, plan: SchedulerOutput) -> None:
+        self._rows.lose(entry.request_id for entry in plan.scheduled)
 
     def _forward(self, step: ModelInput) -> Tensor:
         if self._graphs is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from serve.config import EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, OutOfMemory
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
 from serve.models.checkpoint import open_checkpoint
@@ -18,13 +21,19 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.device import find_device
+from serve.worker.device import Device, find_device
 from serve.worker.executor import WorkerInfo
 from serve.worker.graphs import capture_sizes
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
 
 logger = logging.getLogger(__name__)
+
+_SMALLER_STEPS = "Lower --max-num-batched-tokens or --max-num-seqs."
+_SMALLER_POOL = (
+    "Lower --gpu-memory-utilization (or --kv-cache-memory-bytes, --num-gpu-blocks-override), name "
+    "fewer --cudagraph-capture-sizes, or use --enforce-eager."
+)
 
 
 class Worker:
@@ -53,21 +62,24 @@ class Worker:
         dtype_name = str(self._dtype).removeprefix("torch.")
         logger.info("model %s, in %s on %s", model_path.name, dtype_name, self._device.describe())
         logger.info("attention: %s", why)
-        self._model = build_model(
-            checkpoint,
-            kernels=self._kernels,
-            dtype=self._dtype,
-            device=self._device.torch_device,
-            impl=model_impl(config),
-            seed=config.model.seed,
-        )
-        size = self._size_cache()
-        self.runner = self._make_runner(
-            num_blocks=size.num_blocks,
-            num_host_blocks=size.num_host_blocks,
-            max_model_len=size.max_model_len,
-            graph_sizes=self._graph_sizes(),
-        )
+        with _fitting(self._device, "the model", "Serve a smaller one, or in a narrower --dtype."):
+            self._model = build_model(
+                checkpoint,
+                kernels=self._kernels,
+                dtype=self._dtype,
+                device=self._device.torch_device,
+                impl=model_impl(config),
+                seed=config.model.seed,
+            )
+        with _fitting(self._device, "the largest step", _SMALLER_STEPS):
+            size = self._size_cache()
+        with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
+            self.runner = self._make_runner(
+                num_blocks=size.num_blocks,
+                num_host_blocks=size.num_host_blocks,
+                max_model_len=size.max_model_len,
+                graph_sizes=self._graph_sizes(),
+            )
         self.info = WorkerInfo(
             num_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,
@@ -177,6 +189,15 @@ class Worker:
         if size.num_host_blocks:
             gib = size.num_host_blocks * one_block / GIB
             logger.info("swap space: %d blocks, %.2f GiB", size.num_host_blocks, gib)
+
+
+@contextmanager
+def _fitting(device: Device, what: str, advice: str) -> Iterator[None]:
+    """Running out of memory while starting is a ConfigError with the figures and what to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        raise ConfigError(f"{what} does not fit on {device.describe()}. {advice}") from error
 
 
 def model_impl(config: EngineConfig) -> str:

@@ -102,12 +102,13 @@ class HistoryModel:
         self.needs_prompt_lens = False
         self.largest_logits = 0
         self.fail_next = False
+        self.failure: Exception = RuntimeError("the device caught fire")
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] → [T, 1]: the most likely next token of each."""
         if self.fail_next:
             self.fail_next = False
-            raise RuntimeError("the device caught fire")
+            raise self.failure
         meta = ctx.attention
         attention = reference.kernels().attention
         for kv, layer in zip(ctx.kv, self.cache_layers, strict=True):

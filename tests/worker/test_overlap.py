@@ -10,6 +10,7 @@ from collections import defaultdict
 from random import Random
 
 import pytest
+import torch
 
 from serve.engine.core import EngineCore
 from serve.kv_cache.manager import KVCacheManager
@@ -191,6 +192,28 @@ def test_tokens_reach_the_next_step_without_the_host(depth: int) -> None:
     decodes = [p.scheduled[0] for p in run.executor.plans[1:] if p.scheduled]
     assert all(entry.num_tokens == 1 and not entry.token_ids for entry in decodes)
     assert run.tokens("a") == answer(add("a", [5, 6, 7], 8))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_steps_without_memory_end_their_requests_and_the_rest_go_on(depth: int) -> None:
+    run = Run(depth)
+    run.executor.stand.model.failure = torch.OutOfMemoryError("tried to allocate 2 GiB")
+    run.executor.bad_steps = set(range(1, 7))  # more in a row than a broken device would get
+    requests = random_requests(3, 30)
+    run.serve(*requests)
+    ended = [m for m in requests if run.reason(m.request_id) is FinishReason.ERROR]
+    assert ended
+    for message in requests:
+        told = run.tokens(message.request_id)
+        if message in ended:
+            error = run.told[message.request_id][-1].error or ""
+            assert "no memory for a step of" in error
+            assert "--max-num-batched-tokens" in error
+            assert told == answer(message)[: len(told)]
+        else:
+            assert told == answer(message)
+    assert len(ended) < len(requests)
+    run.check_drained()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from serve.config import (
     CacheConfig,
@@ -19,6 +20,7 @@ from serve.config import (
 from serve.errors import ConfigError
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData
+from serve.worker import worker
 from serve.worker.device import CpuDevice
 from serve.worker.local_executor import LocalExecutor
 from serve.worker.worker import largest_plan, model_impl
@@ -150,3 +152,28 @@ def test_the_largest_step_runs_with_a_null_block_alone(
     info = LocalExecutor(settings, model).start()
     assert ran == [0.9]
     assert info.num_blocks == 100_000 // (2 * 2 * 2 * 16 * 4 * 16) - 1
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("build_model", r"the model does not fit on cpu \(.*narrower --dtype"),
+        ("largest_plan", r"the largest step does not fit .*--max-num-batched-tokens"),
+        ("KVStorage", r"a KV pool of \d+ blocks does not fit .*--gpu-memory-utilization"),
+    ],
+)
+def test_no_memory_at_start_is_told_with_figures_and_flags(
+    model: Path, monkeypatch: pytest.MonkeyPatch, where: str, message: str
+) -> None:
+    def no_memory(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    def measure(self: CpuDevice, share: float, run_largest_step) -> int:  # type: ignore[no-untyped-def]
+        run_largest_step()
+        return 100_000
+
+    if where == "largest_plan":
+        monkeypatch.setattr(CpuDevice, "cache_bytes", measure)
+    monkeypatch.setattr(worker, where, no_memory)
+    with pytest.raises(ConfigError, match=message):
+        LocalExecutor(config(), model).start()
