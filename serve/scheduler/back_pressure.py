@@ -16,9 +16,13 @@ class BackPressure:
     """Limits what may wait; remembers when requests left the queue to run for the first time."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        self._starts: deque[float] = deque(maxlen=WINDOW)
+        self.set_limits(limits)
+
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """Other limits from now on; what waits already stays."""
         self._max_reqs = limits.max_num_queued_reqs
         self._max_tokens = limits.max_num_queued_tokens
-        self._starts: deque[float] = deque(maxlen=WINDOW)
 
     def note_start(self, now: float) -> None:
         """A request that never ran before has started."""

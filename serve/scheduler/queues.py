@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from serve.scheduler.request import Request
 
-_Entry = tuple[tuple[int, int, int], int, Request]
+_Entry = tuple[tuple[int, int, float, int], int, Request]
 
 
 class RequestQueue:
     """A heap: begun requests before those that never ran, then by `Request.order`.
 
-    Within one priority, that is: whoever was preempted comes back before anything new starts. Those
+    Within one level, that is: whoever was preempted comes back before anything new starts. Those
     with more than `long_above` tokens can be passed over.
     Removal marks the entry dead, and the dead are swept when they outnumber the living, so every
     operation is O(log n) or better however many wait.
@@ -46,10 +46,10 @@ class RequestQueue:
         self._next_ticket += 1
         self._ticket_of[request] = ticket
         self.num_tokens += request.num_tokens
-        priority, number = request.order
+        level, virtual_start, number = request.order
         never_ran = int(request.num_preemptions == 0)
         heap = self._long if request.num_tokens > self._long_above else self._short
-        heapq.heappush(heap, ((priority, never_ran, number), ticket, request))
+        heapq.heappush(heap, ((level, never_ran, virtual_start, number), ticket, request))
         heapq.heappush(self._by_arrival, (request.arrival_time, ticket, request))
 
     def peek(self) -> Request | None:
@@ -78,6 +78,18 @@ class RequestQueue:
         num_entries = len(self._short) + len(self._long) + len(self._by_arrival)
         if num_entries > 4 * len(self._ticket_of) + 64:
             self._sweep()
+
+    def set_long_above(self, long_above: int) -> None:
+        """Another length above which requests can be passed over; O(n)."""
+        if long_above == self._long_above:
+            return
+        self._long_above = long_above
+        self._sweep()
+        entries = self._short + self._long
+        self._short = [e for e in entries if e[2].num_tokens <= long_above]
+        self._long = [e for e in entries if e[2].num_tokens > long_above]
+        heapq.heapify(self._short)
+        heapq.heapify(self._long)
 
     def _head(self, heap: list[_Entry]) -> _Entry | None:
         while heap:

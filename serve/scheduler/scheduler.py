@@ -25,6 +25,7 @@ from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.progress import count_prompt_tokens, describe_gain
 from serve.scheduler.request import Request, RequestStatus, make_request
 from serve.scheduler.roster import Roster
+from serve.scheduler.service_order import ServiceOrder
 from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.stopping import append_until_end
 from serve.scheduler.totals import Totals
@@ -53,7 +54,7 @@ class Scheduler:
         self.roster = Roster(long_above=limits.max_share)
         self._launched = LaunchedSteps()
         self._totals = Totals()
-        self._num_arrived = 0
+        self._order = ServiceOrder(limits)
         self._costs = StepCosts()
         self._preemption = Preemption(kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
@@ -73,8 +74,8 @@ class Scheduler:
             now=self.clock(),
         )
         priority = message.priority if self.limits.policy == "priority" else 0
-        request = make_request(message, (priority, self._num_arrived), self.kv.block_size)
-        self._num_arrived += 1
+        order = self._order.place(message)
+        request = make_request(message, order, self.kv.block_size, priority=priority)
         self.roster.join(request)
         self._deadlines.add(request)
 
@@ -113,6 +114,15 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; what runs goes on with the blocks it has."""
         self.kv.forget_prefixes()
+
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """Other limits from the next step on. Nobody who is queued or runs loses a place, and a
+        deadline that a request has keeps holding."""
+        self.limits = limits
+        self.roster.waiting.set_long_above(limits.max_share)
+        self._preemption = Preemption(self.kv, self._costs, limits)
+        self._delay = PrefillDelay(limits.delay_factor)
+        self._back_pressure.set_limits(limits)
 
     def has_work(self) -> bool:
         """Whether `schedule` may have something to say."""
@@ -223,6 +233,7 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             self._back_pressure.note_start(now)
+            self._order.started(request)
         block_ids = self.kv.block_ids(request.request_id)
         plan.admitted.append(
             RowData(
@@ -270,9 +281,7 @@ class Scheduler:
 
     def _lacks(self, request: Request) -> int:
         """Blocks that must become free before a queued request can be admitted; 0 or less: none."""
-        matched = self._match_prefix(request) if request.status is WAITING else []
-        needed = self.kv.num_blocks_needed(request.num_tokens, matched) + self._headroom(request)
-        return needed - self.kv.num_blocks_free
+        return self.num_blocks_needed(request) - self.kv.num_blocks_free
 
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
         plan.released.append(victim.request_id)
@@ -389,9 +398,15 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Free all of a request's blocks. Callers then `roster.drop_ended`."""
         self.roster.end(request, reason)
+        self._order.ended(request)
         self.kv.free(request.request_id)
 
     # ------------------------------------------------------------------ looking in
+
+    def num_blocks_needed(self, request: Request) -> int:
+        """Blocks that must be free for a queued request to be admitted."""
+        matched = self._match_prefix(request) if request.status is WAITING else []
+        return self.kv.num_blocks_needed(request.num_tokens, matched) + self._headroom(request)
 
     def stats(self) -> EngineStats:
         """The state now, the totals, and the sizes of steps retired since the last call."""
