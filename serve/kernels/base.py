@@ -20,9 +20,7 @@ class AttentionMetadata:
     The `…_host` lists repeat the tensors for code that loops on the CPU.
     """
 
-    query_start_loc: (
-        Tensor  # [R+1] int32; row i owns tokens [i]:[i+1] of it
-    )
+    query_start_loc: Tensor  # [R+1] int32; row i owns tokens [i]:[i+1] of it
     seq_lens: Tensor  # [R] int32; KV length including this step's tokens
     block_table: Tensor  # [R, max_blocks] int32; null block 0 past a row's length
     slot_mapping: Tensor  # [T] int64; block_id * block_size + offset, where each new K/V is written
@@ -131,10 +129,83 @@ class PackLinearFn(Protocol):
         after loading; the caller drops its own copy."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One decoder layer: packed products and norm weights, offsets included."""
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    before_attention: Tensor
+    query_norm: Tensor | None  # of every query head, with key_norm
+    key_norm: Tensor | None
+    after_attention: Tensor | None  # of attention's output, before it joins the residual
+    before_mlp: Tensor
+    after_mlp: Tensor | None
+    window: int | None
+    rope: int  # which of the step's ropes
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """All layers between the embedding and the head."""
+
+    layers: Sequence[LayerParts]
+    final_norm: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str
+    eps: float
+    scale: float
+    softcap: float | None
+
+
+class DecoderStack(Protocol):
+    """A decoder's layers as one call."""
+
+    def __call__(
+        self, residual: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], ctx: ForwardContext
+    ) -> Tensor:
+        """Embeddings [T, hidden], which it may change → [T, hidden], final norm applied. `ropes`
+        are (cos_sin, positions) as RotaryFn takes them."""
+
+
+class FuseDecoderFn(Protocol):
+    def __call__(self, decoder: DecoderParts) -> DecoderStack:
+        """One call for a whole decoder, with the bits of the single operations."""
+
+
 class CopyBlocksFn(Protocol):
     def __call__(self, src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
         """dst[:, dst_ids] = src[:, src_ids] for one layer's cache; src and dst may be on different
         devices. Ids are int64 on the CPU. Within one call all reads come before all writes."""
+
+
+class DrawFn(Protocol):
+    def __call__(self, logits: Tensor, controls: Tensor, keys: Tensor) -> Tensor:
+        """One token per row [S] int64, after temperature, min_p, top_k and top_p.
+
+        logits [S, vocab] fp32; controls [S, >= 4] fp32: temperature (0: the most likely token),
+        top_k, top_p, min_p; keys [S, 2] int32: what the row's noise is made of.
+        """
+
+
+class PenalizeFn(Protocol):
+    def __call__(
+        self, logits: Tensor, controls: Tensor, generated: Tensor, in_prompt: Tensor
+    ) -> None:
+        """Penalize logits [S, vocab] fp32 in place. controls [S, 3] fp32: presence, frequency,
+        repetition; generated [S, vocab] int32: times generated; in_prompt [S, vocab] bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingKernels:
+    """What the sampler does in few passes over the vocabulary, with nothing read on the host."""
+
+    draw: DrawFn
+    penalize: PenalizeFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +220,5 @@ class Kernels:
     gated_act: GatedActFn
     pack_linear: PackLinearFn
     copy_blocks: CopyBlocksFn
+    fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
+    sampling: SamplingKernels | None = None  # None: the sampler's own torch code

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from serve.kernels.base import ForwardContext, Kernels, PackedLinear
+from serve.kernels.base import (
+    DecoderParts,
+    ForwardContext,
+    Kernels,
+    LayerParts,
+    PackedLinear,
+)
 from serve.models.parameters import LayerParameters, LinearParameters
-from serve.models.spec import DecoderSpec, LayerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNorms:
-    """Norm weights of one layer by what they do, offset included."""
-
-    before_attention: Tensor
-    after_attention: Tensor | None
-    before_mlp: Tensor
-    after_mlp: Tensor | None
-    query: Tensor | None
-    key: Tensor | None
-
-    @classmethod
-    def of(cls, norms: dict[str, Tensor], spec: DecoderSpec) -> LayerNorms:
-        """In Gemma `post_attention_layernorm` follows attention; elsewhere it precedes the MLP."""
-        weights = {name: weight + spec.norm_offset for name, weight in norms.items()}
-        post, pre = weights["post_attention_layernorm"], weights.get("pre_feedforward_layernorm")
-        return cls(
-            before_attention=weights["input_layernorm"],
-            after_attention=None if pre is None else post,
-            before_mlp=post if pre is None else pre,
-            after_mlp=weights.get("post_feedforward_layernorm"),
-            query=weights.get("self_attn.q_norm"),
-            key=weights.get("self_attn.k_norm"),
-        )
+from serve.models.spec import DecoderSpec
 
 
 def pack(linear: LinearParameters, kernels: Kernels) -> PackedLinear:
@@ -42,26 +22,81 @@ def pack(linear: LinearParameters, kernels: Kernels) -> PackedLinear:
     return kernels.pack_linear(linear.weight, linear.bias)
 
 
+def pack_layer(
+    spec: DecoderSpec, index: int, rope: int, parameters: LayerParameters, kernels: Kernels
+) -> LayerParts:
+    """Layer `index` as the kernels take it; `rope` is its place among the step's ropes.
+
+    In Gemma `post_attention_layernorm` follows attention; elsewhere it precedes the MLP.
+    """
+    norms = {name: weight + spec.norm_offset for name, weight in parameters.norms.items()}
+    post, pre = norms["post_attention_layernorm"], norms.get("pre_feedforward_layernorm")
+    return LayerParts(
+        qkv=pack(parameters.qkv, kernels),
+        output=pack(parameters.output, kernels),
+        gate_up=pack(parameters.gate_up, kernels),
+        down=pack(parameters.down, kernels),
+        before_attention=norms["input_layernorm"],
+        query_norm=norms.get("self_attn.q_norm"),
+        key_norm=norms.get("self_attn.k_norm"),
+        after_attention=None if pre is None else post,
+        before_mlp=post if pre is None else pre,
+        after_mlp=norms.get("post_feedforward_layernorm"),
+        window=spec.layers[index].window,
+        rope=rope,
+    )
+
+
+class DecoderLayer:
+    """Attention and MLP between norms.
+
+    Takes its input already normed, and norms its output with the weight of whatever comes next,
+    so that each norm is one fused call with the residual sum before it.
+    """
+
+    def __init__(
+        self, decoder: DecoderParts, parts: LayerParts, next_norm: Tensor, kernels: Kernels
+    ) -> None:
+        self._attention = Attention(decoder, parts, kernels)
+        self._mlp = GatedMLP(parts, decoder.activation, kernels)
+        self._parts = parts
+        self._next_norm = next_norm
+        self._eps = decoder.eps
+        self._rms_norm = kernels.rms_norm
+        self._add_rms_norm = kernels.add_rms_norm
+
+    def forward(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        kv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        ctx: ForwardContext,
+    ) -> tuple[Tensor, Tensor]:
+        """[T, hidden] twice → (the next norm's output, residual)."""
+        parts, eps = self._parts, self._eps
+        output = self._attention.forward(normed, kv, rope, ctx)
+        if parts.after_attention is not None:
+            output = self._rms_norm(output, parts.after_attention, eps)
+        normed, residual = self._add_rms_norm(output, residual, parts.before_mlp, eps)
+        output = self._mlp.forward(normed)
+        if parts.after_mlp is not None:
+            output = self._rms_norm(output, parts.after_mlp, eps)
+        return self._add_rms_norm(output, residual, self._next_norm, eps)
+
+
 class Attention:
     """[T, hidden] → [T, hidden]: projections, rotation, cache write, paged attention."""
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        layer: LayerSpec,
-        parameters: LayerParameters,
-        norms: LayerNorms,
-        kernels: Kernels,
-    ) -> None:
-        self._qkv = pack(parameters.qkv, kernels)
-        self._output = pack(parameters.output, kernels)
-        self._query_norm, self._key_norm = norms.query, norms.key
-        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self._qkv_shape = (-1, sum(self._heads), spec.head_dim)
-        self._scale = spec.attention_scale
-        self._softcap = spec.attention_softcap
-        self._window = layer.window
-        self._eps = spec.norm_eps
+    def __init__(self, decoder: DecoderParts, parts: LayerParts, kernels: Kernels) -> None:
+        self._qkv, self._output = parts.qkv, parts.output
+        self._query_norm, self._key_norm = parts.query_norm, parts.key_norm
+        self._heads = (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads)
+        self._qkv_shape = (-1, sum(self._heads), decoder.head_dim)
+        self._scale = decoder.scale
+        self._softcap = decoder.softcap
+        self._window = parts.window
+        self._eps = decoder.eps
         self._kernels = kernels
         self._backend = kernels.attention
 
@@ -84,11 +119,33 @@ class Attention:
 class GatedMLP:
     """[T, hidden] → [T, hidden]: down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, spec: DecoderSpec, parameters: LayerParameters, kernels: Kernels) -> None:
-        self._gate_up = pack(parameters.gate_up, kernels)
-        self._down = pack(parameters.down, kernels)
+    def __init__(self, parts: LayerParts, activation: str, kernels: Kernels) -> None:
+        self._gate_up, self._down = parts.gate_up, parts.down
         self._gated_act = kernels.gated_act
-        self._activation = spec.activation
+        self._activation = activation
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._down(self._gated_act(self._gate_up(hidden), self._activation))
+
+
+class LayerByLayer:
+    """A decoder's layers, operation by operation; a `DecoderStack`."""
+
+    def __init__(self, decoder: DecoderParts, kernels: Kernels) -> None:
+        self._first_norm = decoder.layers[0].before_attention
+        self._ropes = [parts.rope for parts in decoder.layers]
+        self._eps = decoder.eps
+        self._rms_norm = kernels.rms_norm
+        norms = [parts.before_attention for parts in decoder.layers[1:]] + [decoder.final_norm]
+        self._layers = [
+            DecoderLayer(decoder, parts, next_norm, kernels)
+            for parts, next_norm in zip(decoder.layers, norms, strict=True)
+        ]
+
+    def __call__(
+        self, residual: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], ctx: ForwardContext
+    ) -> Tensor:
+        normed = self._rms_norm(residual, self._first_norm, self._eps)
+        for layer, kv, rope in zip(self._layers, ctx.kv, self._ropes, strict=True):
+            normed, residual = layer.forward(normed, residual, kv, ropes[rope], ctx)
+        return normed

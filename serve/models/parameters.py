@@ -114,7 +114,7 @@ def allocate(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> Dec
 
 
 def _norm_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """The names are Hugging Face's; `post_attention_layernorm` means two things, see LayerNorms."""
+    """The names are Hugging Face's; `post_attention_layernorm` means two things, see pack_layer."""
     sizes = {"input_layernorm": spec.hidden_size, "post_attention_layernorm": spec.hidden_size}
     if spec.post_norms:
         sizes["pre_feedforward_layernorm"] = spec.hidden_size

@@ -19,6 +19,7 @@ def cpu_kernels(num_threads: int | None = None, cache_dir: Path | None = None) -
     ConfigError when this CPU or the lack of a compiler makes that impossible.
     """
     from serve.kernels.cpu.attention import CpuAttention
+    from serve.kernels.cpu.decoder import DecoderFuser
     from serve.kernels.cpu.elementwise import RowKernels
     from serve.kernels.cpu.library import Library
     from serve.kernels.cpu.linear import LinearPacker
@@ -35,4 +36,5 @@ def cpu_kernels(num_threads: int | None = None, cache_dir: Path | None = None) -
         gated_act=rows.gated_act,
         pack_linear=LinearPacker(library),
         copy_blocks=copy_blocks,
+        fuse_decoder=DecoderFuser(library),
     )

@@ -29,6 +29,10 @@ void serve_rms_norm(serve::Pool* pool, const float* x, int64_t row_stride, const
                     const float* weight, float eps, int64_t num_rows, int64_t n, float* summed,
                     float* out);
 
+// rms_norm of every head, in place.
+void serve_norm_heads(serve::Pool* pool, float* heads, int64_t token_stride, const float* weight,
+                      float eps, int64_t num_tokens, int64_t num_heads, int64_t head_dim);
+
 // Rotates the first rotary_dim of each head in place; see RotaryFn.
 void serve_rotate(serve::Pool* pool, float* heads, int64_t token_stride, int64_t head_stride,
                   int64_t num_tokens, int64_t num_heads, int64_t rotary_dim, const float* cos_sin,
@@ -64,4 +68,47 @@ struct ServeAttention {
 void serve_attend(serve::Pool* pool, const ServeCache* cache, const ServeBatch* batch,
                   const ServeAttention* attention, const float* query, int64_t query_stride,
                   float* out);
+
+struct ServeLinear {
+  int32_t storage;
+  int64_t in, out;
+  const void* weights;
+  const float* bias;  // or null
+};
+
+// One layer; norms that a model does not have are null.
+struct ServeLayer {
+  ServeLinear qkv, output, gate_up, down;
+  const float *before_attention, *query, *key, *after_attention, *before_mlp, *after_mlp;
+  int64_t window, rope;  // window 0: none; rope: index into ServeStep.ropes
+};
+
+struct ServeDecoder {
+  const ServeLayer* layers;
+  const float* final_norm;
+  int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
+  int32_t activation;
+  float eps, scale, softcap;
+};
+
+struct ServeRope {
+  const float* cos_sin;  // [positions, rotary_dim]
+  const int64_t* positions;
+  int64_t rotary_dim;
+};
+
+struct ServeStep {
+  const ServeBatch* batch;
+  const int64_t* slots;
+  float* const* keys;    // per layer, as in ServeCache
+  float* const* values;  // per layer
+  const ServeRope* ropes;
+  int64_t block_size, num_tokens;
+  float* residual;  // [num_tokens, hidden]: embeddings; changed
+  float* out;       // [num_tokens, hidden]: final norm applied
+};
+
+// All layers of a decoder: the functions above in the order of models/decoder.py, without the way
+// back to Python between them.
+void serve_decode(serve::Pool* pool, const ServeDecoder* decoder, const ServeStep* step);
 }

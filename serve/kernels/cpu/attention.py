@@ -63,7 +63,7 @@ class CpuAttention:
         )
         out = torch.empty(query.shape)
         self._library.attend(
-            *(self._library.pool, byref(_cache(kv)), byref(_batch(meta)), byref(attention)),
+            *(self._library.pool, byref(_cache(kv)), byref(batch_of(meta)), byref(attention)),
             *(query.data_ptr(), query.stride(0), out.data_ptr()),
         )
         return out
@@ -85,7 +85,8 @@ def _cache(kv: Tensor) -> Cache:
     return Cache(start, start + kv.nbytes // 2, num_kv_heads, head_dim, block_size)
 
 
-def _batch(meta: AttentionMetadata) -> Batch:
+def batch_of(meta: AttentionMetadata) -> Batch:
+    """The step's raggedness as the C++ code takes it; `meta` must outlive it."""
     table = meta.block_table
     for tensor in (meta.query_start_loc, meta.seq_lens, table):
         assert tensor.dtype is torch.int32

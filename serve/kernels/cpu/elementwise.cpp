@@ -86,6 +86,16 @@ void serve_rms_norm(Pool* pool, const float* x, int64_t row_stride, const float*
   });
 }
 
+void serve_norm_heads(Pool* pool, float* heads, int64_t token_stride, const float* weight,
+                      float eps, int64_t num_tokens, int64_t num_heads, int64_t head_dim) {
+  for_rows(*pool, num_tokens, num_heads * head_dim, [=](int64_t token) {
+    float* head = heads + token * token_stride;
+    for (int64_t i = 0; i < num_heads; ++i, head += head_dim) {
+      norm_row(head, weight, eps, head_dim, head);
+    }
+  });
+}
+
 void serve_rotate(Pool* pool, float* heads, int64_t token_stride, int64_t head_stride,
                   int64_t num_tokens, int64_t num_heads, int64_t rotary_dim, const float* cos_sin,
                   const int64_t* positions) {

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from serve.kernels.cpu.library import Library, as_rows
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 class RowKernels:
@@ -65,7 +65,7 @@ class RowKernels:
         n = rows.shape[-1] // 2
         out = rows.new_empty(*rows.shape[:-1], n)
         self._library.gated_act(
-            *(self._library.pool, rows.data_ptr(), _ACTIVATIONS[activation]),
+            *(self._library.pool, rows.data_ptr(), ACTIVATIONS[activation]),
             *(rows.numel() // (2 * n), n, out.data_ptr()),
         )
         return out

@@ -50,6 +50,65 @@ class Attention(ctypes.Structure):
     )
 
 
+class Linear(ctypes.Structure):
+    """`ServeLinear`: one packed product."""
+
+    _fields_ = (
+        ("storage", c_int32),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`ServeLayer`: one decoder layer."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("before_attention", "query", "key", "after_attention")),
+        *((name, c_void_p) for name in ("before_mlp", "after_mlp")),
+        ("window", c_int64),
+        ("rope", c_int64),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """`ServeDecoder`: all layers and what they share."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        ("final_norm", c_void_p),
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate")),
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        ("activation", c_int32),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+class RopeTable(ctypes.Structure):
+    """`ServeRope`: one kind of rotary embedding, for this step."""
+
+    _fields_ = (("cos_sin", c_void_p), ("positions", c_void_p), ("rotary_dim", c_int64))
+
+
+class Step(ctypes.Structure):
+    """`ServeStep`: what a step hands to the decoder."""
+
+    _fields_ = (
+        ("batch", POINTER(Batch)),
+        ("slots", c_void_p),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("ropes", POINTER(RopeTable)),
+        ("block_size", c_int64),
+        ("num_tokens", c_int64),
+        ("residual", c_void_p),
+        ("out", c_void_p),
+    )
+
+
 class Library:
     """The functions of `api.h`; each runs on this object's threads and returns when done.
 
@@ -94,7 +153,9 @@ class Library:
         ]
         for function in (self.linear, self.rms_norm, self.rotate, self.gated_act):
             function.restype = None
-        for function in (self.write_kv, self.attend):
+        self.decode = functions.serve_decode
+        self.decode.argtypes = [c_void_p, POINTER(Decoder), POINTER(Step)]
+        for function in (self.write_kv, self.attend, self.decode):
             function.restype = None
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.base import PackedLinear
-from serve.kernels.cpu.library import Library, as_rows
+from serve.kernels.cpu.library import Library, Linear, as_rows
 from serve.kernels.cpu.panels import Panels, make_panels
 
 _PAGE = 4096
@@ -48,6 +48,13 @@ class CpuLinear:
         self._weights_at = panels.data.data_ptr()
         self._bias = None if bias is None else as_rows(bias.float())
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
+
+    def described(self) -> Linear:
+        """For C++ code that multiplies by itself; this object must outlive it."""
+        panels = self.panels
+        return Linear(
+            panels.storage, panels.in_size, panels.out_size, self._weights_at, self._bias_at
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, panels = as_rows(x), self.panels

@@ -41,6 +41,7 @@ class Pool {
   }
 
   // A thread's own buffer of at least this many floats, 64-byte aligned. Contents do not last.
+  // Number num_threads() is one more buffer, for who calls run() while the threads use theirs.
   float* scratch(int thread, size_t num_floats);
 
  private:

@@ -1,0 +1,119 @@
+"""A whole decoder in one call gives the bits of its single operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve.kernels.base import DecoderParts, ForwardContext, LayerParts
+from serve.models.layers import LayerByLayer
+from tests.kernels.cpu_kernels import compiled
+from tests.kernels.ragged import Shape, make_step
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 48, 80, 4, 2, 16
+LENS = [(1, 40), (1, 1), (5, 5), (30, 300)]
+MAX_LEN = 512
+
+
+def layer(seed: int, *, gemma: bool, window: int | None, rope: int) -> LayerParts:
+    random = torch.Generator().manual_seed(seed)
+    pack = compiled().pack_linear
+
+    def weight(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random) / size[-1] ** 0.5
+
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    return LayerParts(
+        qkv=pack(weight(width, HIDDEN), weight(width)),
+        output=pack(weight(HIDDEN, HEADS * HEAD_DIM), None),
+        gate_up=pack(weight(2 * INTERMEDIATE, HIDDEN).half(), None),
+        down=pack(weight(HIDDEN, INTERMEDIATE), None),
+        before_attention=weight(HIDDEN),
+        query_norm=weight(HEAD_DIM) if gemma else None,
+        key_norm=weight(HEAD_DIM) if gemma else None,
+        after_attention=weight(HIDDEN) if gemma else None,
+        before_mlp=weight(HIDDEN),
+        after_mlp=weight(HIDDEN) if gemma else None,
+        window=window,
+        rope=rope,
+    )
+
+
+def decoder(*, gemma: bool) -> DecoderParts:
+    return DecoderParts(
+        layers=[
+            layer(1, gemma=gemma, window=None, rope=0),
+            layer(2, gemma=gemma, window=20, rope=1),
+        ],
+        final_norm=torch.randn(HIDDEN),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        activation="gelu_tanh" if gemma else "silu",
+        eps=1e-6,
+        scale=HEAD_DIM**-0.5,
+        softcap=20.0 if gemma else None,
+    )
+
+
+def context(lens: list[tuple[int, int]]) -> ForwardContext:
+    """A step over a cache in which earlier positions are filled already."""
+    shape = Shape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    step = make_step(compiled().attention, shape, lens)
+    positions = [torch.arange(seq_len - query_len, seq_len) for query_len, seq_len in lens]
+    return ForwardContext([step.kv.clone(), step.kv.clone()], step.meta, torch.cat(positions))
+
+
+def ropes(positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    tables = []
+    for theta in (1e4, 1e6):
+        frequencies = theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angles = torch.outer(torch.arange(MAX_LEN).float(), frequencies)
+        tables.append((torch.cat([angles.cos(), angles.sin()], dim=-1), positions))
+    return tables
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("lens", [LENS, [(1, 7)]])
+def test_fused_layers_have_the_bits_of_single_operations(
+    gemma: bool, lens: list[tuple[int, int]]
+) -> None:
+    kernels = compiled()
+    assert kernels.fuse_decoder is not None
+    parts = decoder(gemma=gemma)
+    fused, single = context(lens), context(lens)
+    hidden = torch.randn(len(fused.positions), HIDDEN)
+
+    ours = kernels.fuse_decoder(parts)(hidden.clone(), ropes(fused.positions), fused)
+    theirs = LayerByLayer(parts, kernels)(hidden.clone(), ropes(single.positions), single)
+
+    assert torch.equal(ours, theirs)
+    for fused_kv, single_kv in zip(fused.kv, single.kv, strict=True):
+        assert torch.equal(fused_kv.nan_to_num(), single_kv.nan_to_num())
+
+
+def test_a_prompt_in_chunks_has_the_bits_of_a_whole_one_on_any_number_of_threads() -> None:
+    parts = decoder(gemma=False)
+    hidden = torch.randn(100, HIDDEN)
+    whole, chunked = context([(100, 100)]), context([(100, 100)])
+    fuse, fuse_alone = compiled().fuse_decoder, compiled(1).fuse_decoder
+    assert fuse is not None
+    assert fuse_alone is not None
+    expected = fuse(parts)(hidden.clone(), ropes(whole.positions), whole)
+
+    run = fuse_alone(parts)
+    outputs = []
+    for first, last in [(0, 1), (1, 40), (40, 41), (41, 100)]:
+        meta = replace(
+            chunked.attention,
+            query_start_loc=torch.tensor([0, last - first], dtype=torch.int32),
+            seq_lens=torch.tensor([last], dtype=torch.int32),
+            slot_mapping=chunked.attention.slot_mapping[first:last],
+        )
+        step = ForwardContext(chunked.kv, meta, torch.arange(first, last))
+        outputs.append(run(hidden[first:last].clone(), ropes(step.positions), step))
+
+    assert torch.equal(torch.cat(outputs), expected)
