@@ -10,6 +10,7 @@ a Python caller get the same ConfigError.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -138,8 +139,12 @@ class SchedulerConfig:
         "last-admitted"
     )
     """Which of the least urgent running requests is preempted for its elders."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """fcfs: first come, first served; priority: lower priority first, urgent work may preempt."""
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    """fcfs: first come, first served; priority: lower priority first, urgent work may preempt;
+    fair: clients (by API key if there are several, else by the field user) get equal shares."""
+    priority_aging_time: float = 60.0
+    """With the priority policy: a request counts as one level more urgent than one that comes so
+    many seconds later, so that nothing starves. 0: never."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step before the last one's tokens are known, so that the device never waits for
     Python; auto: on CUDA."""
@@ -156,6 +161,8 @@ class SchedulerConfig:
         _require(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "at least 1")
         _require(budget is None or budget >= 1, "max-num-batched-tokens", budget, "at least 1")
         _require(delay >= 0, "scheduler-delay-factor", delay, "0 or more")
+        aging = self.priority_aging_time
+        _require(aging >= 0, "priority-aging-time", aging, "0 or more")
         queue_time = self.max_queue_time
         _require(queue_time is None or queue_time > 0, "max-queue-time", queue_time, "above 0")
         threshold = self.long_prefill_token_threshold
@@ -218,6 +225,8 @@ class ServerConfig:
     """Names clients may use for the model; default: the model argument."""
     api_key: tuple[str, ...] = ()
     """Keys clients must send as a bearer token; SERVE_LLM_API_KEY (comma separated) adds more."""
+    client_weight: tuple[str, ...] = ()
+    """NAME=WEIGHT: an API key or user that gets WEIGHT times the usual share (policy fair)."""
     chat_template: str | None = None
     """Jinja file (or text) used instead of the model's own chat template."""
     trust_request_chat_template: bool = False
@@ -252,6 +261,8 @@ class ServerConfig:
         head = self.max_header_bytes
         _require(head >= 1024, "max-header-bytes", head, "at least 1024")
         _require(logprobs >= 0, "max-logprobs", logprobs, "0 or more")
+        for pair in self.client_weight:
+            _require(_weight(pair) is not None, "client-weight", pair, "NAME=WEIGHT, above 0")
         timeout, prefix = self.shutdown_timeout, self.metrics_prefix
         idle = self.timeout_keep_alive
         _require(idle >= 1, "timeout-keep-alive", idle, "at least 1 second")
@@ -262,6 +273,21 @@ class ServerConfig:
             repr(prefix),
             "letters, digits, _ and :, not beginning with a digit",
         )
+
+    def weight_of(self, client: str) -> float:
+        """The share of an API key or user."""
+        weights = {pair.rpartition("=")[0]: _weight(pair) for pair in self.client_weight}
+        return weights.get(client) or 1.0
+
+
+def _weight(pair: str) -> float | None:
+    """WEIGHT of NAME=WEIGHT; None if it is none."""
+    name, _, text = pair.rpartition("=")
+    try:
+        weight = float(text)
+    except ValueError:
+        return None
+    return weight if name and 0 < weight < math.inf else None
 
 
 def api_keys_from_environment() -> tuple[str, ...]:

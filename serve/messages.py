@@ -41,6 +41,8 @@ class AddRequest:
     arrival_time: float
     priority: int = 0  # lower is served first; counts with --scheduling-policy priority
     cache_salt: str | None = None  # prefixes are shared only among requests with the same salt
+    client: str = ""  # whose share it counts to with --scheduling-policy fair
+    weight: float = 1.0  # of that client, above 0
     timeout_s: float | None = None  # end it if its first step has not begun so long after arrival
     label: str | None = None  # the id that the client knows; need not be unique
 

@@ -105,7 +105,8 @@ def random_workload(rng: Random) -> Workload:
             preemption_victim=rng.choice(
                 ["last-admitted", "least-progress", "most-blocks", "cheapest"]
             ),
-            policy=rng.choice(["fcfs", "priority"]),
+            policy=rng.choice(["fcfs", "priority", "priority", "fair"]),
+            priority_aging_s=rng.choice([0.0, 2.0, 60.0]),
             long_prefill_token_threshold=rng.choice([0, 0, 2, 7]),
             max_num_partial_prefills=rng.choice([None, 1, 2]),
             max_long_partial_prefills=rng.choice([None, 1]),
@@ -145,6 +146,8 @@ def _random_arrival(rng: Random, request_id: str, longest: int) -> Arrival:
         sampling,
         100.0 + turn / 2,  # about when it arrives by the clock of `drive`
         priority=rng.choice([0, 0, 0, -1, 1]),
+        client=rng.choice(["a", "a", "b"]),
+        weight=rng.choice([1.0, 3.0]),
         timeout_s=rng.choice([None, None, None, rng.uniform(0, 20)]),
     )
     return Arrival(message, turn, abort_turn)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
+from serve.api.clients import Client, client_of
 from serve.api.conversation import conversation_ids
 from serve.api.convert import (
     LogprobCounts,
@@ -58,7 +59,8 @@ def chat_routes(service: Service) -> APIRouter:
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, kind, f"chatcmpl-{label}")
         body.timeout = body.timeout or timeout_header(request)
-        task = await prepare(body, service, envelope)
+        client = client_of(request, body.user, service.config)
+        task = await prepare(body, service, envelope, client)
         outputs = begin(task, service)
         if body.stream:
             return EventStream(events(task, body, outputs), outputs)
@@ -86,7 +88,12 @@ class ChatTask:
         return self.job.prompts[0]
 
 
-async def prepare(body: ChatCompletionRequest, service: Service, envelope: Envelope) -> ChatTask:
+async def prepare(
+    body: ChatCompletionRequest,
+    service: Service,
+    envelope: Envelope,
+    client: Client = Client(),  # noqa: B008 (frozen)
+) -> ChatTask:
     """Validate everything, render and tokenize. Raises RequestError."""
     refuse_unsupported(body)
     _refuse_tools_and_formats(body)
@@ -106,6 +113,7 @@ async def prepare(body: ChatCompletionRequest, service: Service, envelope: Envel
             n=n,
             priority=body.priority or 0,
             timeout_s=body.timeout,
+            client=client,
             cache_salt=cache_salt(body.cache_salt),
             continues_prompt=False,
         ),

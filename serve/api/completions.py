@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
+from serve.api.clients import Client, client_of
 from serve.api.convert import (
     LogprobCounts,
     cache_salt,
@@ -63,7 +64,8 @@ def completion_routes(service: Service) -> APIRouter:
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, "text_completion", f"cmpl-{label}")
         body.timeout = body.timeout or timeout_header(request)
-        task = await prepare(body, service, envelope)
+        client = client_of(request, body.user, service.config)
+        task = await prepare(body, service, envelope, client)
         outputs = Outputs(service, task.job)
         if body.stream:
             return EventStream(events(task, body, outputs), outputs)
@@ -95,7 +97,12 @@ class CompletionTask:
         return self.echoed[index // self.job.n] if self.echoed is not None else ""
 
 
-async def prepare(body: CompletionRequest, service: Service, envelope: Envelope) -> CompletionTask:
+async def prepare(
+    body: CompletionRequest,
+    service: Service,
+    envelope: Envelope,
+    client: Client = Client(),  # noqa: B008 (frozen)
+) -> CompletionTask:
     """Validate everything and tokenize. Raises RequestError."""
     refuse_unsupported(body)
     n = num_choices(body, len(body.prompt))
@@ -123,6 +130,7 @@ async def prepare(body: CompletionRequest, service: Service, envelope: Envelope)
             n=n,
             priority=body.priority or 0,
             timeout_s=body.timeout,
+            client=client,
             cache_salt=cache_salt(body.cache_salt),
         ),
         envelope=envelope,

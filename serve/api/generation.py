@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from serve.api.clients import Client
 from serve.api.protocol.common import FinishedBy, PromptTokensDetails, RequestMetrics, Usage
 from serve.api.service import Service
 from serve.api.timing import request_metrics
@@ -33,6 +34,7 @@ class Job:
     priority: int = 0
     cache_salt: str | None = None
     timeout_s: float | None = None  # for beginning
+    client: Client = Client()  # noqa: RUF009 (frozen)
     continues_prompt: bool = True  # the text goes on from the prompt's; a chat answer's does not
 
     @property
@@ -165,6 +167,8 @@ class Outputs:
             priority=self._job.priority,
             cache_salt=self._job.cache_salt,
             timeout_s=self._job.timeout_s,
+            client=self._job.client.name,
+            weight=self._job.client.weight,
             request_id=self._label(index),
             continues_prompt=self._job.continues_prompt,
         )

@@ -96,6 +96,8 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        client: str = "",
+        weight: float = 1.0,
         continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream one request's output. What can never be answered is refused in this very call
@@ -128,6 +130,8 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
             timeout_s=timeout_s,
+            client=client,
+            weight=weight,
         )
         return self._read(request, stream)
 

@@ -46,6 +46,7 @@ def core_over(
             preemption_mode=scheduling.preemption_mode,
             preemption_victim=scheduling.preemption_victim,
             policy=scheduling.scheduling_policy,
+            priority_aging_s=scheduling.priority_aging_time,
             long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
             max_num_partial_prefills=scheduling.max_num_partial_prefills,
             max_long_partial_prefills=scheduling.max_long_partial_prefills,

@@ -26,7 +26,8 @@ class SchedulerLimits:
     delay_factor: float = 0.0
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     preemption_victim: VictimPolicy = "last-admitted"
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    priority_aging_s: float = 60.0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_queue_time_s: float | None = None

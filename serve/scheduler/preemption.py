@@ -52,12 +52,17 @@ class Preemption:
     def victims_for(self, urgent: Request, running: Sequence[Request]) -> list[Request]:
         """Running requests that may be displaced for a more urgent one, in the order to do it.
 
-        Equal priorities never displace each other. None are named when even all of them would not
+        Equal priorities never displace each other, nor does a younger request one that has aged to
+        its level. None are named when even all of them would not
         do: nobody is displaced in vain.
         """
-        if not running or running[-1].priority <= urgent.priority:
+        victims = []
+        for request in reversed(running):  # the last first, up to one that may stay
+            if request.priority <= urgent.priority or request.order < urgent.order:
+                break
+            victims.append(request)
+        if not victims:
             return []
-        victims = [r for r in reversed(running) if r.priority > urgent.priority]
         staying = running[: len(running) - len(victims)]
         freed = self._kv.num_blocks_only_held_by([victim.request_id for victim in victims])
         needed = self._kv.num_blocks_needed(urgent.num_tokens)

@@ -11,6 +11,9 @@ from serve.messages import AddRequest, FinishReason, RequestTimes
 from serve.sampling_params import SamplingParams
 from serve.scheduler.limits import kv_tokens_at_most
 
+Order = tuple[int, float, int]
+"""(level, virtual start, arrival number): a place in the order of service (service_order.py)."""
+
 
 class RequestStatus(Enum):
     """Where a request is. Only a RUNNING one has device blocks and a row in the worker."""
@@ -23,7 +26,9 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Made and changed only by Scheduler and its parts, `PlanBuilder.place` and `progress`.
+    """`priority` (lower is more urgent) says who may displace whom; 0 but for the priority policy.
+
+    Made and changed only by Scheduler and its parts, `PlanBuilder.place` and `progress`.
 
     `num_tokens` counts the tokens in `token_ids` and those that launched steps will sample;
     `num_computed_tokens` those whose KV exists once every launched step has run.
@@ -32,7 +37,7 @@ class Request:
     request_id: str
     sampling: SamplingParams
     arrival_time: float
-    order: tuple[int, int]  # (priority, arrival number): lower is served first
+    order: Order  # lower is served first
     token_ids: list[int]  # the prompt, then the sampled tokens that are known here
     num_prompt_tokens: int
     num_tokens: int
@@ -53,13 +58,11 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     owes_times: bool = True  # the front has not been told its history so far
+    priority: int = 0
+    client: str = ""
+    weight: float = 1.0
     timeout_s: float = math.inf  # from arrival to its first step
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-
-    @property
-    def priority(self) -> int:
-        """Lower is more urgent; equal for all without the priority policy."""
-        return self.order[0]
 
     @property
     def num_in_flight(self) -> int:
@@ -97,7 +100,9 @@ class Request:
         )
 
 
-def make_request(message: AddRequest, order: tuple[int, int], block_size: int) -> Request:
+def make_request(
+    message: AddRequest, order: Order, block_size: int, *, priority: int = 0
+) -> Request:
     """A waiting request. `message` has been checked to fit."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     assert sampling.max_tokens is not None
@@ -113,6 +118,9 @@ def make_request(message: AddRequest, order: tuple[int, int], block_size: int) -
         max_kv_tokens=kv_tokens_at_most(len(prompt), sampling.max_tokens),
         block_hashes=BlockHashes(block_size, cache_salt=message.cache_salt or ""),
         next_commit=block_size,
+        priority=priority,
+        client=message.client,
+        weight=message.weight,
         timeout_s=math.inf if message.timeout_s is None else message.timeout_s,
         stop_token_ids=frozenset(sampling.stop_token_ids),
     )

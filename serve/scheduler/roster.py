@@ -37,7 +37,7 @@ class Roster:
         """
         swapped = self.swapped.peek()
         waiting = self.waiting.peek() if may_start_long else self.waiting.peek_short()
-        if swapped is None or (waiting is not None and waiting.priority < swapped.priority):
+        if swapped is None or (waiting is not None and waiting.order[0] < swapped.order[0]):
             return waiting
         return swapped
 

@@ -122,6 +122,7 @@ class Scheduler:
         self.roster.waiting.set_long_above(limits.max_share)
         self._preemption = Preemption(self.kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
+        self._order.set_limits(limits)
         self._back_pressure.set_limits(limits)
 
     def has_work(self) -> bool:

@@ -50,6 +50,8 @@ class FakeEngine:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        client: str = "",
+        weight: float = 1.0,
         cache_salt: str | None = None,
         request_id: str | None = None,
         continues_prompt: bool = True,

@@ -206,6 +206,18 @@ class CountsPromptTokensAgain(Scheduler):
 
 
 @seeded
+class LetsTheYoungDisplaceTheAged(Scheduler):
+    """Whoever has the lower number pushes out everyone behind it, place in the order or not."""
+
+    def _make_way_for_urgent(self, plan: PlanBuilder) -> None:
+        urgent = self.roster.next_in_line(may_start_long=True)
+        if urgent is not None and not self._launched.name(urgent):
+            for victim in self.roster.running[::-1]:
+                if victim.order > urgent.order:
+                    self._preempt(victim, plan)
+
+
+@seeded
 class ExpiresTheBegun(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -68,7 +68,7 @@ def test_a_preempted_request_has_begun_and_does_not_expire(mode: str) -> None:
 def test_entries_of_the_begun_do_not_pile_up() -> None:
     deadlines = Deadlines(max_queue_time_s=1000.0)
     for number in range(1000):
-        request = make_request(with_timeout(f"r{number}", None), (0, number), block_size=4)
+        request = make_request(with_timeout(f"r{number}", None), (0, 0.0, number), block_size=4)
         deadlines.add(request)
         request.status = RequestStatus.FINISHED
         deadlines.sweep(num_waiting=0)

@@ -14,7 +14,7 @@ from tests.strategies import add_request, limits
 
 
 def victim(num_computed: int = 10, num_preemptions: int = 0) -> Request:
-    made = make_request(add_request("a", 12, 5), (0, 0), 4)
+    made = make_request(add_request("a", 12, 5), (0, 0.0, 0), 4)
     made.num_computed_tokens = num_computed
     made.num_preemptions = num_preemptions
     return made
@@ -88,7 +88,7 @@ def running(kv: KVCacheManager, **computed: int) -> list[Request]:
     """Requests in order of service that have computed so many tokens."""
     requests = []
     for number, (name, num_tokens) in enumerate(computed.items()):
-        made = make_request(add_request(name, 12, 5), (0, number), 4)
+        made = make_request(add_request(name, 12, 5), (0, 0.0, number), 4)
         made.num_computed_tokens = num_tokens
         kv.grow(name, num_tokens)
         requests.append(made)
@@ -110,7 +110,7 @@ def test_each_policy_chooses_its_victim(policy: str, wanted: str) -> None:
 def test_only_the_least_urgent_are_victims(policy: str) -> None:
     kv = KVCacheManager(20, 4, 0)
     requests = running(kv, a=1, b=16, c=8)
-    requests[2].order = (1, 2)
+    requests[2].order, requests[2].priority = (1, 0.0, 2), 1
     assert preemption(kv, "recompute", policy).choose_victim(requests).request_id == "c"
 
 

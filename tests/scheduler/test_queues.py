@@ -11,7 +11,9 @@ from tests.strategies import add_request
 
 
 def request(number: int, *, priority: int = 0, preempted: bool = False) -> Request:
-    made = make_request(add_request(f"r{number}", 2, 2, arrival_time=number), (priority, number), 4)
+    made = make_request(
+        add_request(f"r{number}", 2, 2, arrival_time=number), (priority, 0.0, number), 4
+    )
     made.num_preemptions = int(preempted)
     return made
 
@@ -78,7 +80,7 @@ def test_the_queue_agrees_with_a_sorted_list(actions: list[tuple[bool, int]]) ->
 
 def test_long_requests_can_be_passed_over() -> None:
     queue = RequestQueue(long_above=5)
-    long = make_request(add_request("long", 6, 2), (0, 0), 4)
+    long = make_request(add_request("long", 6, 2), (0, 0.0, 0), 4)
     short, shorter = request(1), request(2)
     for r in (shorter, long, short):
         queue.push(r)
