@@ -155,6 +155,8 @@ class SchedulerConfig:
     max_queue_time: float | None = None
     """Seconds a request may wait for its first step; then it is refused (503). Default: for ever;
     a request's own timeout (field or header) is refused with 504."""
+    trace_file: str | None = None
+    """JSONL file to which every step and every ended request is written; `simulate` reads it."""
 
     def __post_init__(self) -> None:
         budget, delay = self.max_num_batched_tokens, self.scheduler_delay_factor

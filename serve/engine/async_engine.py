@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Collection
+from typing import Any
 
 from serve.engine.client import EngineClient
 from serve.engine.detokenizer import Detokenizer
@@ -21,10 +22,12 @@ from serve.engine.request_limits import check_priority, resolve_sampling
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import EngineDead, RequestAborted
+from serve.errors import EngineDead, InvalidRequest, RequestAborted
 from serve.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlResult,
     EngineDied,
     EngineReady,
     FinishReason,
@@ -64,6 +67,7 @@ class AsyncEngine:
         self._generation = generation
         self._ids = itertools.count()
         self._expecting: dict[str, RequestStream] = {}  # the engine still owes these deltas
+        self._calls: dict[int, asyncio.Future[ControlResult]] = {}
         self._num_readers = 0
         self._no_readers = asyncio.Event()
         self._no_readers.set()
@@ -147,6 +151,24 @@ class AsyncEngine:
         self._client.send(ResetPrefixCache())
 
     async def wait_dead(self) -> str:
+    async def control(self, name: str, **args: Any) -> Any:
+        """Ask the engine to show or change something (see `controls`); its answer.
+
+        Raises InvalidRequest for what it refuses, EngineDead when it is dead or dies meanwhile.
+        """
+        if self.dead_reason is not None:
+            raise EngineDead(self.dead_reason)
+        call_id = next(self._ids)
+        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._client.send(Control(call_id, name, args))
+        try:
+            result = await answer
+        finally:
+            del self._calls[call_id]
+        if result.error is not None:
+            raise InvalidRequest(result.error, param=result.param)
+        return result.value
+
         """Wait until the engine is dead; the reason."""
         await self._dead.wait()
         assert self.dead_reason is not None
@@ -211,6 +233,10 @@ class AsyncEngine:
                     case StepOutputs() as outputs:
                         self._distribute(outputs)
                     case EngineDied(reason):
+                    case ControlResult() as result:
+                        answer = self._calls.get(result.call_id)
+                        if answer is not None and not answer.done():  # else nobody waits for it
+                            answer.set_result(result)
                         self._die(reason)
                         return
         except Exception as error:
@@ -260,6 +286,9 @@ class AsyncEngine:
         self.dead_reason = reason
         self._dead.set()
         orphans, self._expecting = self._expecting, {}
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(reason))
         now = time.monotonic()
         for stream in orphans.values():
             stream.fail(EngineDead(reason))

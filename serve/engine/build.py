@@ -8,6 +8,7 @@ from pathlib import Path
 
 from serve.config import EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.engine.trace import TraceFile
 from serve.errors import ConfigError
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import EngineReady
@@ -79,7 +80,10 @@ def core_over(
         block_bytes=worker.block_bytes,
     )
     depth = _depth(scheduling.async_scheduling, worker.device)
-    return EngineCore(Scheduler(kv, limits, clock), executor, inbox, outbox, depth), ready
+    scheduler = Scheduler(kv, limits, clock)
+    path = scheduling.trace_file
+    trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler)
+    return EngineCore(scheduler, executor, inbox, outbox, depth, trace), ready
 
 
 def _depth(async_scheduling: str, device: str) -> int:

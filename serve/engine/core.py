@@ -7,10 +7,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve.engine.controls import Controls
+from serve.engine.step_log import OpenStep, StepLog
+from serve.engine.trace import TraceFile
 from serve.errors import EngineDead, OutOfMemory, QueueFull, RequestError
 from serve.messages import (
     AbortRequests,
     AddRequest,
+    Control,
     EngineStats,
     FinishReason,
     FromEngine,
@@ -58,7 +62,8 @@ class EngineCore:
     """Drives the scheduler and the executor. `depth` is how many steps may be out at once.
 
     With depth 1 a step is launched and retired in one turn; with 2 the next step is launched before
-    the last one's tokens are known, so that the device never waits for Python.
+    the last one's tokens are known, so that the device never waits for Python. What it did of late
+    is in its `log`, and in the `trace` file if there is one.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class EngineCore:
         inbox: Inbox,
         outbox: Outbox,
         depth: int = 1,
+        trace: TraceFile | None = None,
     ) -> None:
         assert depth >= 1, depth
         self.scheduler = scheduler
@@ -75,7 +81,9 @@ class EngineCore:
         self.inbox = inbox
         self.outbox = outbox
         self.depth = depth
-        self._in_flight: deque[tuple[SchedulerOutput, PendingTokens]] = deque()
+        self.log = StepLog(scheduler, trace)
+        self._controls = Controls(scheduler, self.log)
+        self._in_flight: deque[tuple[SchedulerOutput, PendingTokens, OpenStep]] = deque()
         self._refused: list[TokenDelta] = []
         self._stopping = False
         self._stopped = False
@@ -106,20 +114,27 @@ class EngineCore:
                 self._add(message)
             case AbortRequests(request_ids):
                 self.scheduler.abort(request_ids)
+                self.log.aborted(request_ids)
             case ResetPrefixCache():
                 self.scheduler.forget_prefixes()
+            case Control():
+                self.outbox.send(self._controls.answer(message))
             case Shutdown(drain):
                 self._stopping = True
                 self._stopped = not drain
 
     def step(self) -> list[TokenDelta]:
         """Launch at most one step and retire at most one; returns what requests gained."""
-        deltas, self._refused = self._refused + self.scheduler.expire(), []
+        expired = self.scheduler.expire()
+        self.log.told(expired)
+        deltas, self._refused = self._refused + expired, []
         launched = False
         if len(self._in_flight) < self.depth and self.scheduler.has_work():
+            began = self.scheduler.clock()
             plan = self.scheduler.schedule()
             if plan:
-                self._in_flight.append((plan, self._launch(plan)))
+                step = self.log.launched(plan, began)
+                self._in_flight.append((plan, self._launch(plan), step))
                 launched = bool(plan.scheduled)
             else:
                 assert self._in_flight, "requests are waiting, nothing runs, and nothing can start"
@@ -133,6 +148,7 @@ class EngineCore:
             return
         try:
             self.scheduler.add(message)
+            self.log.added(message)
         except QueueFull as error:
             self._refuse(message, str(error), error.retry_after_s)
         except RequestError as error:
@@ -155,14 +171,21 @@ class EngineCore:
         except Exception as error:  # told when its turn to retire comes, after the steps before it
             return _FailedLaunch(error)
 
-    def _retire(self, plan: SchedulerOutput, pending: PendingTokens) -> list[TokenDelta]:
+    def _retire(
+        self, plan: SchedulerOutput, pending: PendingTokens, step: OpenStep
+    ) -> list[TokenDelta]:
         try:
             result = pending.wait()
         except Exception as error:
-            return self._fail(plan, error)
+            deltas = self._fail(plan, error)
+            self.log.told(deltas)
+            return deltas
+        known = self.scheduler.clock()
         if plan.scheduled:  # giving back rows proves nothing
             self._failures_in_a_row = 0
-        return self.scheduler.update(plan, result)
+        deltas = self.scheduler.update(plan, result)
+        self.log.retired(step, known, deltas)
+        return deltas
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[TokenDelta]:
         """End the requests of a failed step. Raises EngineDead when it was one too many."""

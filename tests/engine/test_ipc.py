@@ -15,6 +15,8 @@ from serve.errors import ConfigError
 from serve.messages import (
     AbortRequests,
     AddRequest,
+    Control,
+    ControlResult,
     EngineDied,
     EngineStats,
     FinishReason,
@@ -48,6 +50,9 @@ MESSAGES: list[Message] = [
     AddRequest("a", [1, 2, 3], SAMPLING, 12.5, priority=-1, cache_salt="s"),
     AbortRequests(["a", "b"]),
     ResetPrefixCache(),
+    Control(7, "configure", {"max_num_seqs": 8, "preemption_mode": "swap", "limit": None}),
+    ControlResult(7, {"running": [{"id": "a", "age_s": 0.25}], "none": None}),
+    ControlResult(8, error="that cannot be", param="max_num_seqs"),
     Shutdown(drain=True),
     READY,
     StepOutputs(

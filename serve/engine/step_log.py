@@ -1,0 +1,246 @@
+"""The last steps and the last requests, kept so that people can look into the engine.
+
+Kept always, so a step of decodes must cost next to nothing: it is one tuple of counts. Who did
+what is noted only when something changes: a prompt's chunk, an admission, a preemption, an end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from serve.messages import AddRequest, FinishReason, RequestTimes, TokenDelta
+from serve.scheduler.output import ScheduledRequest, SchedulerOutput
+from serve.scheduler.request import Request, RequestStatus
+from serve.scheduler.scheduler import Scheduler
+
+NUM_KEPT = 2048
+"""Steps, and ended requests, that are remembered."""
+
+NUM_STARTS = 64
+"""Starts from which the rate at which the queue moves is measured."""
+
+
+class Chunk(NamedTuple):
+    """More than one token of a request in one step. `label` is the id that clients know."""
+
+    label: str
+    start: int
+    num_tokens: int
+    num_recomputed: int  # of these, computed before and lost by preemption
+
+
+class Change(NamedTuple):
+    """A request that got or lost its blocks in a step, and how."""
+
+    label: str
+    how: str  # start, resume, swap_in; recompute, swap_out
+
+
+class Changes(NamedTuple):
+    """What a step did beside decoding."""
+
+    chunks: tuple[Chunk, ...] = ()
+    admitted: tuple[Change, ...] = ()
+    preempted: tuple[Change, ...] = ()
+
+
+NO_CHANGES = Changes()
+
+
+class OpenStep(NamedTuple):
+    """A step when it is launched. Counts are those after scheduling it."""
+
+    number: int
+    began: float
+    scheduled: float
+    num_tokens: int
+    num_requests: int
+    changes: Changes
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_blocks_used: int
+    num_host_blocks_used: int
+    num_swapped_out: int  # blocks
+    num_swapped_in: int
+    num_context_tokens: int | None  # KV that decodes read; counted only for a sink
+
+
+class StepRecord(NamedTuple):
+    """A retired step. `began` with overlap: when the step before it was out of the way."""
+
+    opened: OpenStep
+    execute_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """One request's history."""
+
+    label: str
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    priority: int
+    reason: FinishReason
+    times: RequestTimes
+
+
+class LogSink(Protocol):
+    """Takes what the log notes out of the process."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step has been retired."""
+
+    def end(self, ended: EndedRequest, hashes: Sequence[bytes]) -> None:
+        """A request is over; `hashes` are those of its full blocks, as far as they are known."""
+
+
+class Observed(NamedTuple):
+    """A live request under the name that its client knows."""
+
+    label: str
+    request: Request
+
+
+class StepLog:
+    """Changed by EngineCore only. `sink` is told everything as it happens."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        sink: LogSink | None = None,
+    ) -> None:
+        self.live: dict[str, Observed] = {}
+        self.steps: deque[StepRecord] = deque(maxlen=NUM_KEPT)
+        self.ended: deque[EndedRequest] = deque(maxlen=NUM_KEPT)
+        self.starts: deque[float] = deque(maxlen=NUM_STARTS)  # first steps of requests
+        self._scheduler = scheduler
+        self._sink = sink
+        self._lost: dict[str, str] = {}  # preempted requests, and how they will come back
+        self._num_launched = 0
+        self._last_known = 0.0
+
+    # ------------------------------------------------------------------ requests
+
+    def added(self, message: AddRequest) -> None:
+        """The scheduler has queued a request."""
+        request = self._scheduler.roster.requests[message.request_id]
+        self.live[message.request_id] = Observed(message.label or message.request_id, request)
+
+    def aborted(self, request_ids: Iterable[str]) -> None:
+        """The scheduler has ended these, if it had them."""
+        now = self._scheduler.clock()
+        for request_id in request_ids:
+            self._end(request_id, FinishReason.ABORT, None, now)
+
+    def told(self, deltas: Sequence[TokenDelta]) -> None:
+        """These deltas came out of the scheduler; some may end requests."""
+        if len(self.live) > len(self._scheduler.roster.requests):
+            now = self._scheduler.clock()
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._end(delta.request_id, delta.finish_reason, delta.times, now)
+
+    # ------------------------------------------------------------------ steps
+
+    def launched(self, plan: SchedulerOutput, began: float) -> OpenStep:
+        """The scheduler has made a step, which it began to plan at `began`."""
+        scheduler = self._scheduler
+        roster, kv = scheduler.roster, scheduler.kv
+        num_requests = len(plan.scheduled)
+        is_quiet = plan.num_scheduled_tokens == num_requests and not (
+            plan.admitted or plan.released
+        )
+        self._num_launched += 1
+        return OpenStep(
+            self._num_launched,
+            began,
+            scheduler.clock(),
+            plan.num_scheduled_tokens,
+            num_requests,
+            NO_CHANGES if is_quiet else self._changes(plan, began),
+            len(roster.running),
+            len(roster.waiting),
+            len(roster.swapped),
+            kv.num_blocks_used,
+            kv.num_host_blocks_used,
+            len(plan.swap_out),
+            len(plan.swap_in),
+            None if self._sink is None else _context_tokens(plan),
+        )
+
+    def retired(self, step: OpenStep, known: float, deltas: Sequence[TokenDelta]) -> None:
+        """A step's result was known at `known`, and has been taken in with these deltas."""
+        begin = max(step.scheduled, self._last_known)  # it ran after the step before it
+        self._last_known = known
+        record = StepRecord(step, known - begin, self._scheduler.clock() - known)
+        self.steps.append(record)
+        if self._sink is not None:
+            self._sink.step(record)
+        self.told(deltas)
+
+    # ------------------------------------------------------------------ inside
+
+    def _changes(self, plan: SchedulerOutput, now: float) -> Changes:
+        preempted = [self._preempted(i) for i in plan.released if self._is_queued(i)]
+        admitted = [self._admitted(row.request_id, now) for row in plan.admitted]
+        chunks = [self._chunk(entry) for entry in plan.scheduled if entry.num_tokens > 1]
+        return Changes(tuple(chunks), tuple(admitted), tuple(preempted))
+
+    def _is_queued(self, request_id: str) -> bool:
+        """Whether a request whose row was released lives on: then it was preempted."""
+        request = self._scheduler.roster.requests.get(request_id)
+        return request is not None and request.status is not RequestStatus.RUNNING
+
+    def _preempted(self, request_id: str) -> Change:
+        label, request = self.live[request_id]
+        is_swapped = request.status is RequestStatus.SWAPPED
+        self._lost[request_id] = "swap_in" if is_swapped else "resume"
+        return Change(label, "swap_out" if is_swapped else "recompute")
+
+    def _admitted(self, request_id: str, now: float) -> Change:
+        how = self._lost.pop(request_id, "start")
+        if how == "start":
+            self.starts.append(now)
+        return Change(self.live[request_id].label, how)
+
+    def _chunk(self, entry: ScheduledRequest) -> Chunk:
+        label, request = self.live[entry.request_id]
+        again = 0
+        if request.num_preemptions:
+            computed_before = request.num_prompt_tokens_counted
+            if computed_before == request.num_prompt_tokens:
+                computed_before = len(request.token_ids) - 1
+            end = min(entry.start + entry.num_tokens, computed_before)
+            again = max(0, end - entry.start)
+        return Chunk(label, entry.start, entry.num_tokens, again)
+
+    def _end(
+        self, request_id: str, reason: FinishReason, times: RequestTimes | None, now: float
+    ) -> None:
+        observed = self.live.pop(request_id, None)
+        if observed is None:  # refused at the door, or unknown
+            return
+        self._lost.pop(request_id, None)
+        label, request = observed
+        ended = EndedRequest(
+            label,
+            request.num_prompt_tokens,
+            len(request.token_ids) - request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.priority,
+            reason,
+            times or request.times(now),
+        )
+        self.ended.append(ended)
+        if self._sink is not None:
+            self._sink.end(ended, request.block_hashes.values)
+
+
+def _context_tokens(plan: SchedulerOutput) -> int:
+    return sum(entry.start + 1 for entry in plan.scheduled if entry.num_tokens == 1)
