@@ -136,6 +136,7 @@ class AsyncEngine:
             timeout_s=timeout_s,
             client=client,
             weight=weight,
+            label=request_id,
         )
         return self._read(request, stream)
 
@@ -150,7 +151,6 @@ class AsyncEngine:
         """Forget all cached prefixes; running requests are not disturbed."""
         self._client.send(ResetPrefixCache())
 
-    async def wait_dead(self) -> str:
     async def control(self, name: str, **args: Any) -> Any:
         """Ask the engine to show or change something (see `controls`); its answer.
 
@@ -169,6 +169,7 @@ class AsyncEngine:
             raise InvalidRequest(result.error, param=result.param)
         return result.value
 
+    async def wait_dead(self) -> str:
         """Wait until the engine is dead; the reason."""
         await self._dead.wait()
         assert self.dead_reason is not None
@@ -232,11 +233,11 @@ class AsyncEngine:
                 match await self._client.receive():
                     case StepOutputs() as outputs:
                         self._distribute(outputs)
-                    case EngineDied(reason):
                     case ControlResult() as result:
                         answer = self._calls.get(result.call_id)
                         if answer is not None and not answer.done():  # else nobody waits for it
                             answer.set_result(result)
+                    case EngineDied(reason):
                         self._die(reason)
                         return
         except Exception as error:
@@ -285,10 +286,10 @@ class AsyncEngine:
         """End every open stream with EngineDead, now and for good."""
         self.dead_reason = reason
         self._dead.set()
-        orphans, self._expecting = self._expecting, {}
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDead(reason))
+        orphans, self._expecting = self._expecting, {}
         now = time.monotonic()
         for stream in orphans.values():
             stream.fail(EngineDead(reason))
