@@ -13,7 +13,14 @@ from serve.api.body import read_body
 from serve.api.chat import ChatTask, begin, prepare
 from serve.api.chunks import new_envelope, text_json
 from serve.api.conversation import conversation_ids
-from serve.api.errors import MissingField, Unsupported, error_headers, error_info, error_kind
+from serve.api.errors import (
+    MissingField,
+    Unsupported,
+    error_headers,
+    error_info,
+    error_kind,
+    misfits_refused,
+)
 from serve.api.generation import Choice, Outputs, collect
 from serve.api.openapi import request_body
 from serve.api.protocol.anthropic import (
@@ -71,7 +78,9 @@ def anthropic_routes(service: Service) -> APIRouter:
         try:
             body = await read_body(request, MessagesRequest, max_bytes)
             envelope = new_envelope(service, body.model, "message", f"msg_{request_id_of(request)}")
-            task = await prepare(_chat_request(body), service, envelope)
+            with misfits_refused():
+                chat = _chat_request(body)
+            task = await prepare(chat, service, envelope)
             outputs = begin(task, service)
             if body.stream:
                 return EventStream(
@@ -94,7 +103,8 @@ def anthropic_routes(service: Service) -> APIRouter:
         try:
             body = await read_body(request, CountTokensRequest, max_bytes)
             service.served_name(body.model)
-            chat = ChatCompletionRequest(messages=_messages(body), **_template_fields(body))
+            with misfits_refused():
+                chat = ChatCompletionRequest(messages=_messages(body), **_template_fields(body))
             tokenizer = service.engine.tokenizer
             ids = await conversation_ids(chat.messages, chat, tokenizer, service.config)
         except (RequestError, EngineError) as error:

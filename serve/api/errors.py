@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -62,6 +63,10 @@ class NotStored(RequestError):
     """No stored response has this id."""
 
 
+class NoSuchRequest(RequestError):
+    """No request that runs, waits or ended of late has this id."""
+
+
 class WrongMethod(RequestError):
     """The path exists, but not for this method."""
 
@@ -104,6 +109,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         ModelNotFound: ErrorKind(404, _INVALID, "model_not_found"),
         NoSuchRoute: ErrorKind(404, _INVALID, "unknown_url"),
         NotStored: ErrorKind(404, _INVALID, "response_not_found"),
+        NoSuchRequest: ErrorKind(404, _INVALID, "request_not_found"),
         WrongMethod: ErrorKind(405, _INVALID, "method_not_allowed"),
         BodyTooLarge: ErrorKind(413, _INVALID, "request_too_large"),
         UnsupportedMediaType: ErrorKind(415, _INVALID, "unsupported_media_type"),
@@ -180,6 +186,15 @@ def from_validation(error: ValidationError) -> InvalidRequest:
         return MissingField(f"{path} is required.", param=path)
     problem = first["msg"].removeprefix("Value error, ").rstrip(".")
     return InvalidRequest(f"{path or 'body'}: {problem}.", param=path or None)
+
+
+@contextmanager
+def misfits_refused() -> Iterator[None]:
+    """What one API's request becomes in another's words is validated again: complain as usual."""
+    try:
+        yield
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def field_path(location: Sequence[int | str]) -> str:

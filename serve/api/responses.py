@@ -13,7 +13,7 @@ from starlette.responses import Response
 from serve.api.body import read_body
 from serve.api.chat import ChatTask, begin, prepare
 from serve.api.chunks import new_envelope, text_json
-from serve.api.errors import NotStored, Unsupported, error_info
+from serve.api.errors import NotStored, Unsupported, error_info, misfits_refused
 from serve.api.generation import Choice, Outputs, collect
 from serve.api.logprobs import ChatLogprobsWriter
 from serve.api.openapi import ERROR_RESPONSES, request_body
@@ -57,7 +57,8 @@ def responses_routes(service: Service) -> APIRouter:
     async def create_response(request: Request) -> Response:
         body = await read_body(request, ResponsesRequest, max_bytes)
         try:
-            task = await _prepare(body, service, store)
+            with misfits_refused():
+                task = await _prepare(body, service, store)
             outputs = begin(task.chat, service)
         except RequestError as error:
             error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)

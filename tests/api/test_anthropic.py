@@ -140,3 +140,18 @@ def test_a_failure_in_mid_stream_is_an_error_event(
         claude.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream,
     ):
         list(stream.text_stream)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("num_results", [0, 9000])
+def test_a_conversation_that_becomes_too_little_or_too_much_is_refused(
+    server: Server, path: str, num_results: int
+) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "b"}
+    messages = [{"role": "user", "content": [result] * num_results}]
+
+    with server.http() as http:
+        response = http.post(path, json={"messages": messages, "max_tokens": 1})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
