@@ -19,7 +19,7 @@ serve: $(VENV)/.installed  ## Serve the default model on http://127.0.0.1:8000 (
 test: lint $(VENV)/.installed-test  ## Lint, type-check and run the test suite.
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint $(VENV)/.installed-test  ## The same with the slow sweeps.
+test-all: lint $(VENV)/.installed-foreign  ## The same with the slow sweeps and foreign clients.
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-test  ## Lint and type-check only.
@@ -46,3 +46,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-foreign: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test,foreign]'
+	touch $@
