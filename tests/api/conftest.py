@@ -70,6 +70,12 @@ class Server:
         self._loop.call_soon_threadsafe(run)
         return done.result(30)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The server's event loop, in its thread."""
+        assert self._loop is not None
+        return self._loop
+
     def openai(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
