@@ -13,12 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from serve.kernels.base import SamplingKernels
 from serve.sampling_params import SamplingParams
 from serve.worker.device import Device
 from serve.worker.sampling_columns import (
-    FREQUENCY,
-    PRESENCE,
-    REPETITION,
+    PENALTIES,
     Rows,
     SamplingColumns,
     Wish,
@@ -35,8 +34,15 @@ class LogitEditor:
     """Applies what the rows of a batch wish, in vLLM's order: allowed, bans, bias, penalties."""
 
     def __init__(
-        self, columns: SamplingColumns, counts: TokenCounts, last_tokens: LastTokens, device: Device
+        self,
+        columns: SamplingColumns,
+        counts: TokenCounts,
+        last_tokens: LastTokens,
+        device: Device,
+        kernels: SamplingKernels | None = None,
     ) -> None:
+        """`kernels`: the device's own penalties, equal to those here."""
+        self._kernels = kernels
         self._columns = columns
         self._counts = counts
         self._last_tokens = last_tokens
@@ -110,13 +116,15 @@ class LogitEditor:
     def _penalize(self, logits: Tensor, where: Rows, rows: Rows) -> None:
         """OpenAI's presence and frequency penalties on generated tokens, and the repetition
         penalty of CTRL (arXiv:1909.05858) on prompt and generated tokens."""
-        numbers = self._send(self._columns.numbers[rows])
-        presence, frequency, repetition = (
-            numbers[:, column, None] for column in (PRESENCE, FREQUENCY, REPETITION)
-        )
+        controls = self._send(self._columns.numbers[rows][:, PENALTIES])
         generated, in_prompt = self._counts.of(rows)
         places = self._send(where)
         edited = logits[places]
+        if self._kernels is not None:
+            self._kernels.penalize(edited, controls, generated, in_prompt)
+            logits[places] = edited
+            return
+        presence, frequency, repetition = controls.split(1, dim=1)
         weakened = torch.where(edited > 0, edited / repetition, edited * repetition)
         edited = torch.where((generated > 0) | in_prompt, weakened, edited)
         edited -= frequency * generated + presence * (generated > 0)

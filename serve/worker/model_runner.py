@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve.errors import OutOfMemory
-from serve.kernels.base import ForwardContext, Kernels
+from serve.kernels.base import ForwardContext, Kernels, SamplingKernels
 from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
@@ -181,13 +181,14 @@ def make_runner(
     *,
     logprobs_mode: LogprobsMode = "raw_logprobs",
     graph_sizes: Sequence[int] = (),
+    sampling: SamplingKernels | None = None,
 ) -> ModelRunner:
     """Put a runner together over a model, its cache and its rows.
 
     Records the model for decode steps of these batch sizes, on a device that can record.
     """
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, device)
-    sampler = Sampler(rows.columns, editor, device, logprobs_mode)
+    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, device, sampling)
+    sampler = Sampler(rows.columns, editor, device, logprobs_mode, sampling)
     builder = InputBuilder(rows, block_size, device)
     recorder = device.graph_recorder() if graph_sizes else None
     graphs = None

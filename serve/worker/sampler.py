@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from serve.kernels.base import SamplingKernels
 from serve.worker.device import Device
 from serve.worker.logit_edits import BANNED, LogitEditor
 from serve.worker.logprobs import LogprobTensors, score
@@ -54,10 +55,13 @@ class Sampler:
         editor: LogitEditor,
         device: Device,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        kernels: SamplingKernels | None = None,
     ) -> None:
+        """`kernels`: the device's own draw, which gives the tokens that the code here gives."""
         self._columns = columns
         self._editor = editor
         self._device = device
+        self._kernels = kernels
         self._scores_raw = logprobs_mode == "raw_logprobs"
         self._hashes = token_hashes(columns.vocab_size, device.torch_device)
 
@@ -94,6 +98,10 @@ class Sampler:
         random = np.flatnonzero(wishes & Wish.RANDOM)
         if not random.size:
             return logits.argmax(dim=-1)
+        if self._kernels is not None:
+            numbers = self._send(self._columns.numbers[rows])
+            keys = self._send(noise_keys(self._columns.seeds[rows], positions))
+            return self._kernels.draw(logits, numbers, keys)
         if random.size == len(rows):
             return self._draw(logits, rows, positions, wishes)
         token_ids = logits.argmax(dim=-1)

@@ -33,6 +33,8 @@ class Wish(IntFlag):
 # Columns of `numbers`.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(7)
 
+PENALTIES = slice(PRESENCE, REPETITION + 1)
+
 _NO_TOP_P = 2.0  # above 1, where rounding of a running sum could still cut the last tokens
 
 
@@ -56,7 +58,7 @@ class SamplingColumns:
         self.params[row] = sampling
         self.wishes[row] = _wishes(sampling, self.vocab_size)
         self.numbers[row] = (
-            sampling.temperature,
+            0.0 if sampling.greedy else sampling.temperature,
             top_k,
             top_p,
             sampling.min_p,

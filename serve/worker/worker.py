@@ -167,6 +167,7 @@ class Worker:
             device,
             logprobs_mode=mode,
             graph_sizes=graph_sizes,
+            sampling=self._kernels.sampling,
         )
 
     def _layer_shapes(self) -> list[LayerShape]:

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve.kernels.base import SamplingKernels
 from serve.kernels.triton.sampling import draw, penalize
+from serve.sampling_params import SamplingParams
 from serve.worker.noise import gumbel, noise_keys, token_hashes
+from tests.worker.harness import Asked, SamplerStand
 
 VOCAB = 1500  # one whole tile and a part
 OFF = {"temperature": 1.0, "top_k": VOCAB, "top_p": 2.0, "min_p": 0.0}
@@ -129,3 +132,35 @@ def test_no_rows_draw_nothing() -> None:
 def test_keys_of_another_batch_are_refused() -> None:
     with pytest.raises(AssertionError):
         draw(torch.zeros(2, VOCAB), controls(2), keys(3))
+
+
+def test_the_sampler_gives_the_same_tokens_through_these_kernels() -> None:
+    """A batch of all wishes, greedy and random, penalized and not, as a server would see it."""
+    wishes = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, temperature=0.6, top_k=20),
+        SamplingParams(seed=3, top_p=0.8, logprobs=1),
+        SamplingParams(seed=4, min_p=0.1, frequency_penalty=0.4),
+        SamplingParams(temperature=1.3, top_k=1),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.2),
+        SamplingParams(seed=5, top_k=50, top_p=0.7, min_p=0.01, allowed_token_ids=(3, 7, 900)),
+    ]
+    asked = [Asked(w, prompt=range(5), generated=[n, n, 7]) for n, w in enumerate(wishes)]
+    plain = SamplerStand(VOCAB, asked)
+    through = SamplerStand(VOCAB, asked, kernels=SamplingKernels(draw, penalize))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        logits = torch.randn(len(asked), VOCAB, generator=generator) * 3
+
+        assert through.sample(logits).token_ids.tolist() == plain.sample(logits).token_ids.tolist()
+
+
+def test_of_equally_likely_tokens_a_greedy_row_takes_the_first_in_any_company() -> None:
+    asked = [Asked(SamplingParams(temperature=0.8, top_k=1)), Asked(SamplingParams(seed=1))]
+    logits = torch.zeros(2, VOCAB)
+    logits[0, [900, 1300]] = 2.0
+
+    sampled = SamplerStand(VOCAB, asked, kernels=SamplingKernels(draw, penalize)).sample(logits)
+
+    assert sampled.token_ids[0] == 900

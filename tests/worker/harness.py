@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels import reference
-from serve.kernels.base import ForwardContext
+from serve.kernels.base import ForwardContext, SamplingKernels
 from serve.kv_cache.storage import KVStorage
 from serve.models.base import LayerCache
 from serve.sampling_params import SamplingParams
@@ -53,15 +53,16 @@ class SamplerStand:
         vocab_size: int,
         asked: Sequence[Asked],
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        kernels: SamplingKernels | None = None,
     ) -> None:
         self.asked = asked
         self.rows = make_rows(vocab_size, num_rows=max(1, len(asked)))
         for number, request in enumerate(asked):
             self.rows.admit(row_data(str(number), request))
         editor = LogitEditor(
-            self.rows.columns, self.rows.counts, self.rows.last_tokens, self.rows_device
+            self.rows.columns, self.rows.counts, self.rows.last_tokens, self.rows_device, kernels
         )
-        self.sampler = Sampler(self.rows.columns, editor, self.rows_device, logprobs_mode)
+        self.sampler = Sampler(self.rows.columns, editor, self.rows_device, logprobs_mode, kernels)
 
     rows_device = cpu()
 

@@ -177,3 +177,14 @@ def test_no_memory_at_start_is_told_with_figures_and_flags(
     monkeypatch.setattr(worker, where, no_memory)
     with pytest.raises(ConfigError, match=message):
         LocalExecutor(config(), model).start()
+
+
+def test_a_config_alone_serves_with_dummy_weights(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    settings = replace(config(), model=ModelConfig(load_format="dummy"))
+    executor = LocalExecutor(settings, tmp_path)
+    info = executor.start()
+    greedy = SamplingParams(temperature=0.0)
+    step = plan([share("a", 0, [5, 6])], admitted=[RowData("a", greedy, [5, 6], 2, [1])])
+    (token,) = executor.execute(step).wait().token_ids["a"]
+    assert 0 <= token < info.vocab_size

@@ -7,13 +7,14 @@ from functools import partial
 from torch import Tensor
 
 from serve.kernels import reference
-from serve.kernels.base import Kernels, PackedLinear
+from serve.kernels.base import Kernels, PackedLinear, SamplingKernels
 from serve.kernels.triton.activation import gated_act
 from serve.kernels.triton.backend import TritonAttention
 from serve.kernels.triton.block_copy import copy_blocks
 from serve.kernels.triton.matmul import invariant_linear
 from serve.kernels.triton.norm import add_rms_norm, rms_norm
 from serve.kernels.triton.rope import rotary
+from serve.kernels.triton.sampling import draw, penalize
 from serve.kernels.triton.tiles import current_target, load_tiles
 
 
@@ -38,4 +39,5 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
         gated_act=gated_act,
         pack_linear=pack_invariant if batch_invariant else reference.pack_linear,
         copy_blocks=copy_blocks,
+        sampling=SamplingKernels(draw, penalize),
     )
