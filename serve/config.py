@@ -152,6 +152,12 @@ class SchedulerConfig:
     """Refuse requests (429) while this many wait that cannot start at once; default: no limit."""
     max_num_queued_tokens: int | None = None
     """Refuse requests (429) whose prompt would make more tokens wait; default: no limit."""
+    target_itl_ms: float | None = None
+    """Inter-token latency to hold, in ms: prefill gets what the measured step times leave of it.
+    Default: the whole token budget in every step."""
+    step_order: Literal["decode-first", "prefill-first"] = "decode-first"
+    """decode-first: prompts take what decodes leave of a step; prefill-first: no decodes in steps
+    that have prompts (the first vLLM's way: better first-token, worse inter-token latency)."""
     max_queue_time: float | None = None
     """Seconds a request may wait for its first step; then it is refused (503). Default: for ever;
     a request's own timeout (field or header) is refused with 504."""
@@ -165,6 +171,10 @@ class SchedulerConfig:
         _require(delay >= 0, "scheduler-delay-factor", delay, "0 or more")
         aging = self.priority_aging_time
         _require(aging >= 0, "priority-aging-time", aging, "0 or more")
+        target = self.target_itl_ms
+        _require(target is None or target > 0, "target-itl-ms", target, "above 0")
+        if target is not None and not self.enable_chunked_prefill:
+            raise ConfigError("--target-itl-ms needs chunked prefill: whole prompts cannot yield.")
         queue_time = self.max_queue_time
         _require(queue_time is None or queue_time > 0, "max-queue-time", queue_time, "above 0")
         threshold = self.long_prefill_token_threshold

@@ -110,6 +110,8 @@ def random_workload(rng: Random) -> Workload:
             long_prefill_token_threshold=rng.choice([0, 0, 2, 7]),
             max_num_partial_prefills=rng.choice([None, 1, 2]),
             max_long_partial_prefills=rng.choice([None, 1]),
+            target_itl_s=rng.choice([None, None, 0.2, 1.0]),
+            step_order=rng.choice(["decode-first", "decode-first", "prefill-first"]),
             max_queue_time_s=rng.choice([None, None, None, rng.uniform(0, 30)]),
         ),
         num_blocks=num_blocks,

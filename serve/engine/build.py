@@ -54,6 +54,10 @@ def core_over(
             max_num_queued_reqs=scheduling.max_num_queued_reqs,
             max_num_queued_tokens=scheduling.max_num_queued_tokens,
             max_queue_time_s=scheduling.max_queue_time,
+            target_itl_s=None
+            if scheduling.target_itl_ms is None
+            else scheduling.target_itl_ms / 1000,
+            step_order=scheduling.step_order,
         )
     except ValueError as error:
         executor.close()

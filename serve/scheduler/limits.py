@@ -31,6 +31,8 @@ class SchedulerLimits:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_queue_time_s: float | None = None
+    target_itl_s: float | None = None
+    step_order: Literal["decode-first", "prefill-first"] = "decode-first"
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int | None = None

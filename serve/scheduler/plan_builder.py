@@ -19,6 +19,7 @@ class PlanBuilder:
     """
 
     __slots__ = (
+        "_budget",
         "_limits",
         "admitted",
         "has_prompt",
@@ -35,10 +36,13 @@ class PlanBuilder:
         "tokens_left",
     )
 
-    def __init__(self, number: int, limits: SchedulerLimits, released: list[str]) -> None:
+    def __init__(
+        self, number: int, limits: SchedulerLimits, released: list[str], budget: int
+    ) -> None:
         self.number = number
         self._limits = limits
-        self.tokens_left = limits.max_num_batched_tokens
+        self._budget = budget
+        self.tokens_left = budget
         self.max_share = limits.max_share
         self.num_partial = 0
         self.num_long_partial = 0
@@ -54,7 +58,7 @@ class PlanBuilder:
     @property
     def num_tokens(self) -> int:
         """Tokens put in so far."""
-        return self._limits.max_num_batched_tokens - self.tokens_left
+        return self._budget - self.tokens_left
 
     def place(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
         """Put in a request's next tokens; they count as computed from here on."""

@@ -28,6 +28,7 @@ from serve.scheduler.roster import Roster
 from serve.scheduler.service_order import ServiceOrder
 from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.stopping import append_until_end
+from serve.scheduler.token_budget import TokenBudget
 from serve.scheduler.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Scheduler:
         self._costs = StepCosts()
         self._preemption = Preemption(kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
+        self._budget = TokenBudget(self._costs, limits)
         self._back_pressure = BackPressure(limits)
         self._deadlines = Deadlines(limits.max_queue_time_s)
 
@@ -122,6 +124,7 @@ class Scheduler:
         self.roster.waiting.set_long_above(limits.max_share)
         self._preemption = Preemption(self.kv, self._costs, limits)
         self._delay = PrefillDelay(limits.delay_factor)
+        self._budget = TokenBudget(self._costs, limits)
         self._order.set_limits(limits)
         self._back_pressure.set_limits(limits)
 
@@ -135,14 +138,19 @@ class Scheduler:
         """The next step's plan; empty when nothing can or need be done before another retires."""
         now = self.clock()
         released = self.roster.take_released()
-        plan = PlanBuilder(self._launched.next_number, self.limits, released)
+        budget = self._budget.tokens(self.roster.running)
+        plan = PlanBuilder(self._launched.next_number, self.limits, released, budget)
         self._delay.begin_step(now)
         may_start = self._delay.allows(
             now, self.roster.waiting.earliest_arrival(), len(self.roster.running)
         )
         if self.limits.policy == "priority" and may_start:
             self._make_way_for_urgent(plan)
-        self._schedule_running(plan)
+        if self.limits.step_order == "prefill-first" and not plan.preempted:
+            self._continue_prompts(plan)
+            self._schedule_queued(plan, now, may_start)
+        if not plan.scheduled:
+            self._schedule_running(plan)
         if not plan.preempted:  # what was just evicted must not come back in the same step
             self._schedule_queued(plan, now, may_start)
         self._delay.end_step(plan.has_prompt or plan.num_tokens > len(plan.scheduled))
@@ -150,6 +158,14 @@ class Scheduler:
         if output:
             self._launched.launch(output, plan, now)
         return output
+
+    def _continue_prompts(self, plan: PlanBuilder) -> None:
+        """Of those that run, the ones that were begun and not finished; they have their blocks."""
+        for request in self.roster.running:
+            num_tokens = plan.share_of(request.num_uncomputed_tokens)
+            end = request.num_computed_tokens + num_tokens
+            if request.num_uncomputed_tokens > 1 and num_tokens and end <= request.num_slots:
+                plan.place(request, num_tokens, [])
 
     def _schedule_running(self, plan: PlanBuilder) -> None:
         running = self.roster.running  # preemption shortens it at the far end only

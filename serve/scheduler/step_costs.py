@@ -6,6 +6,8 @@ from serve.scheduler.output import SchedulerOutput
 
 WEIGHT_OF_NEWEST = 0.2
 """Share of the newest step in the moving averages."""
+MANY_TOKENS = 1 << 30
+"""When prefilling takes no time that can be measured."""
 
 
 class StepCosts:
@@ -35,6 +37,14 @@ class StepCosts:
     def recompute_s(self, num_tokens: int) -> float | None:
         """Time to prefill so many tokens again; None before anything was prefilled."""
         return None if self._token_s is None else self._token_s * num_tokens
+
+    def num_tokens_within(self, duration_s: float) -> int | None:
+        """Tokens that can be prefilled beside decodes in a step that lasts so long; 0 if the
+        decodes alone last longer. None before anything was prefilled."""
+        if self._token_s is None:
+            return None
+        left_s = duration_s - (self._decode_step_s or 0.0)
+        return max(0, int(left_s / self._token_s)) if self._token_s > 0 else MANY_TOKENS
 
     def swap_s(self, num_blocks: int) -> float | None:
         """Time to copy so many blocks out and in again; None before anything was swapped."""

@@ -218,6 +218,14 @@ class LetsTheYoungDisplaceTheAged(Scheduler):
 
 
 @seeded
+class PlacesTwiceWithPromptsFirst(Scheduler):
+    def _continue_prompts(self, plan: PlanBuilder) -> None:
+        super()._continue_prompts(plan)
+        for entry, request in zip(plan.scheduled[:1], plan.requests[:1], strict=True):
+            plan.place(request, min(entry.num_tokens, plan.tokens_left), [])
+
+
+@seeded
 class ExpiresTheBegun(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
