@@ -19,9 +19,11 @@ from serve.api.protocol.chat import ChatCompletionRequest
 from serve.api.protocol.completions import CompletionRequest
 from serve.api.protocol.control import AbortRequest
 from serve.api.protocol.responses import ResponsesRequest
+from serve.api.protocol.scheduler import SchedulerChanges
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from serve.api.request_id import RequestIds
 from serve.api.responses import responses_routes
+from serve.api.scheduler_routes import scheduler_routes
 from serve.api.service import Service
 from serve.api.system import system_routes
 from serve.api.tokenize import tokenize_routes
@@ -35,6 +37,7 @@ ROUTES = (
     anthropic_routes,
     tokenize_routes,
     control_routes,
+    scheduler_routes,
     system_routes,
 )
 BODIES = (
@@ -46,6 +49,7 @@ BODIES = (
     TokenizeRequest,
     DetokenizeRequest,
     AbortRequest,
+    SchedulerChanges,
 )
 
 

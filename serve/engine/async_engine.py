@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Collection
+from dataclasses import replace
 from typing import Any
 
 from serve.engine.client import EngineClient
@@ -151,7 +152,7 @@ class AsyncEngine:
         """Forget all cached prefixes; running requests are not disturbed."""
         self._client.send(ResetPrefixCache())
 
-    async def control(self, name: str, **args: Any) -> Any:
+    async def control(self, name: str, /, **args: Any) -> Any:
         """Ask the engine to show or change something (see `controls`); its answer.
 
         Raises InvalidRequest for what it refuses, EngineDead when it is dead or dies meanwhile.
@@ -168,6 +169,16 @@ class AsyncEngine:
         if result.error is not None:
             raise InvalidRequest(result.error, param=result.param)
         return result.value
+
+    async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change scheduler settings while it runs; all that may change, as they are then.
+
+        Raises as `control` does.
+        """
+        settings: dict[str, Any] = await self.control("configure", **changes)
+        policy = settings["scheduling_policy"]
+        self.ready = replace(self.ready, scheduling_policy=policy)
+        return settings
 
     async def wait_dead(self) -> str:
         """Wait until the engine is dead; the reason."""

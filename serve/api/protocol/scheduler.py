@@ -1,0 +1,49 @@
+"""`/v1/scheduler/…` and `/v1/requests/{id}`: looking into the scheduler, and changing it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from serve.api.protocol.common import RequestModel, ResponseModel
+
+
+class SchedulerChanges(RequestModel):
+    """Settings to change from the next step on, by their flags' names. Others stay as they are.
+
+    The engine knows which may change and within which bounds, and refuses the others.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    preemption_mode: Literal["recompute", "swap", "auto"] | None = None
+    preemption_victim: str | None = None
+    scheduling_policy: str | None = None
+
+
+class SchedulerSettings(ResponseModel):
+    """All settings that may change, as they are now."""
+
+    settings: dict[str, Any]
+
+
+class SchedulerState(ResponseModel):
+    """Limits, queues, pools, and the requests in each place (the first of them)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_blocks: int
+    num_blocks_used: int
+
+
+class RequestState(ResponseModel):
+    """What becomes of a request: one entry per choice."""
+
+    id: str
+    choices: list[dict[str, Any]]
