@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.engine.controls import Controls
+from serve.engine.health_probe import answers
 from serve.engine.step_log import OpenStep, StepLog
 from serve.engine.trace import TraceFile
 from serve.errors import EngineDead, OutOfMemory, QueueFull, RequestError
@@ -31,7 +32,8 @@ from serve.worker.executor import Executor, PendingTokens
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
-"""Steps that may fail with none succeeding in between; after that the executor counts as broken."""
+"""Steps that may fail with none succeeding in between. After that the executor is given a step that
+is nobody's: it counts as broken if that fails, too; else the fault was in the requests."""
 
 
 class Inbox(Protocol):
@@ -88,6 +90,7 @@ class EngineCore:
         self._stopping = False
         self._stopped = False
         self._failures_in_a_row = 0
+        self._last_failure = ""
         self._last_stats: EngineStats | None = None
 
     def run(self) -> None:
@@ -129,7 +132,11 @@ class EngineCore:
         self.log.told(expired)
         deltas, self._refused = self._refused + expired, []
         launched = False
-        if len(self._in_flight) < self.depth and self.scheduler.has_work():
+        doubted = self._is_doubted()
+        if doubted and not self._in_flight:
+            self._check_health()
+            doubted = False
+        if not doubted and len(self._in_flight) < self.depth and self.scheduler.has_work():
             began = self.scheduler.clock()
             plan = self.scheduler.schedule()
             if plan:
@@ -188,16 +195,33 @@ class EngineCore:
         return deltas
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[TokenDelta]:
-        """End the requests of a failed step. Raises EngineDead when it was one too many."""
+        """End the requests of a failed step."""
         if not isinstance(error, OutOfMemory):  # a smaller step may still work
             self._failures_in_a_row += 1
         reason = f"a step of the engine failed: {type(error).__name__}: {error}"
         logger.error("%s", reason, exc_info=error)
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise EngineDead(
-                f"{self._failures_in_a_row} steps failed in a row; {reason}"
-            ) from error
+        self._last_failure = reason
         return self.scheduler.fail(plan, reason)
+
+    def _is_doubted(self) -> bool:
+        """Whether the executor must prove itself. Not while live requests hold every row: then the
+        next step is theirs, and proves as much."""
+        return (
+            self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
+            and self.scheduler.rows_free_after() is not None
+        )
+
+    def _check_health(self) -> None:
+        """Raises EngineDead if the executor fails without any request's help."""
+        released = self.scheduler.rows_free_after()
+        assert released is not None
+        if not answers(self.executor, released):
+            raise EngineDead(
+                f"{self._failures_in_a_row} steps failed in a row, and one without requests; "
+                f"{self._last_failure}"
+            )
+        logger.warning("the executor works: the failed steps were their requests' fault")
+        self._failures_in_a_row = 0
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Tell the front what happened; say nothing when neither tokens nor figures changed."""

@@ -82,6 +82,10 @@ class Roster:
         """Whether there are rows to give back."""
         return bool(self._released)
 
+    def rows_to_release(self) -> list[str]:
+        """A copy of what `take_released` would hand over."""
+        return list(self._released)
+
     def take_released(self) -> list[str]:
         """Hand over the rows to give back."""
         released, self._released = self._released, []

@@ -128,6 +128,13 @@ class Scheduler:
         self._order.set_limits(limits)
         self._back_pressure.set_limits(limits)
 
+    def rows_free_after(self) -> list[str] | None:
+        """Rows to give back so that one is free; None when live requests hold them all. For use
+        while no step is out; they stay to be given back."""
+        if len(self.roster.running) >= self.limits.max_num_seqs:
+            return None
+        return self.roster.rows_to_release()
+
     def has_work(self) -> bool:
         """Whether `schedule` may have something to say."""
         return bool(self.roster.requests) or self.roster.has_released()

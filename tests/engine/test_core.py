@@ -255,6 +255,24 @@ def test_an_executor_that_never_succeeds_is_the_end_of_the_engine() -> None:
         serve(run, messages)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_any_number_of_poisonous_requests_leave_a_healthy_engine_alive(depth: int) -> None:
+    run = make(max_num_seqs=2, depth=depth)
+    run.executor.fail_on = lambda number, plan: any(
+        entry.request_id.startswith("poison") for entry in plan.scheduled
+    )
+    poison: list[ToEngine] = [add_request(f"poison{i}", 5, 5) for i in range(11)]
+    fine = add_request("fine", 4, 6)
+    serve(run, [*poison[:5], fine, *poison[5:]])
+    assert text_of(run, fine) in (reference(fine), [])  # [] if it shared a step with poison
+    late = add_request("late", 4, 6)
+    run.core._stopping = run.core._stopped = False
+    serve(run, [late])
+    assert text_of(run, late) == reference(late)
+    assert not run.executor.violations
+    check_drained(run)
+
+
 def test_failures_with_a_success_in_between_do_not_end_the_engine() -> None:
     run = make(max_num_seqs=1, max_num_batched_tokens=4)
     run.executor.fail_on = lambda number, plan: (
