@@ -228,11 +228,15 @@ def markdown(report: dict[str, Any]) -> str:
             ]
             lines.append(f"| {pair['peer']} | {load} | " + " | ".join(cells) + " |")
     notes = [f"- {pair['peer']}: {pair['note']}" for pair in report["pairs"] if pair["note"]]
-    skipped = [
-        f"- {name}: skipped, {why.splitlines()[0]}" for name, why in report["skipped"].items()
-    ]
+    skipped = [f"- {name}: skipped, {_in_a_line(why)}" for name, why in report["skipped"].items()]
     about_loads = [f"- load {load.name}: {load.about}" for load in loads.ALL_LOADS]
     return "\n".join([*lines, "", *notes, *skipped, *about_loads, ""])
+
+
+def _in_a_line(why: str) -> str:
+    """A reason and, of a log that follows it, the last line."""
+    first, *others = why.splitlines()
+    return f"{first} {others[-1].strip()}" if others else first
 
 
 def _median(runs: Sequence[dict[str, Any]], load: str, side: str, figure: str) -> str:
