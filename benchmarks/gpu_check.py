@@ -3,8 +3,10 @@
     python -m benchmarks.gpu_check --out DIR [--dry-run]
 
 Sections: (1) every kernel against its twin, (2) what this card's copy bandwidth and matmul rate
-are, (3) decode and prefill attention as shares of those. `--dry-run` goes through the same code
-with tiny sizes in Triton's interpreter, on a machine without a GPU; its rates mean nothing.
+are, (3) decode and prefill attention as shares of those, (4) an 8B Llama with dummy weights: decode
+steps, throughput, latency under long prompts, swap, (5) a request's bits alone and in company.
+`--dry-run` goes through the same code with tiny sizes in Triton's interpreter, on a machine without
+a GPU; its rates mean nothing.
 Exit status 1 when a kernel is wrong.
 """
 

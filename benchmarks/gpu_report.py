@@ -5,15 +5,24 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks import gpu_attention, gpu_conformance
+from benchmarks import gpu_attention, gpu_conformance, gpu_engine
 from benchmarks.gpu_machine import Machine, dry_machine, gpu_machine, measure_rates
 
 Report = dict[str, Any]
 
+_TABLES = (
+    "decode_attention",
+    "prefill_attention",
+    "decode_step",
+    "load",
+    "swap",
+    "batch_invariance",
+)
+
 
 def full_report() -> Report:
     """On the GPU of this process."""
-    return _measure(gpu_machine())
+    return _measure(gpu_machine(), gpu_engine.gpu_shape())
 
 
 def dry_report() -> Report:
@@ -21,10 +30,10 @@ def dry_report() -> Report:
     from tests.kernels.interpreter import gpu_arithmetic
 
     with gpu_arithmetic():
-        return _measure(dry_machine())
+        return _measure(dry_machine(), gpu_engine.dry_shape())
 
 
-def _measure(machine: Machine) -> Report:
+def _measure(machine: Machine, shape: gpu_engine.Shape) -> Report:
     started = time.monotonic()
     rates = measure_rates(machine)
     return {
@@ -34,6 +43,10 @@ def _measure(machine: Machine) -> Report:
         "conformance": [check.as_dict() for check in gpu_conformance.run(machine)],
         "decode_attention": gpu_attention.decode_table(machine, rates),
         "prefill_attention": gpu_attention.prefill_table(machine, rates),
+        "decode_step": gpu_engine.decode_step_table(shape, rates),
+        "load": gpu_engine.load_table(shape),
+        "swap": gpu_engine.swap_table(machine),
+        "batch_invariance": gpu_engine.invariance(shape),
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -47,7 +60,7 @@ def print_report(report: Report) -> None:
     for check in wrong:
         print(f"  WRONG {check['name']}: error {check['error']:.2e}, bound {check['bound']:.0e}")
     print(f"copy {rates['copy_gb_s']:.0f} GB/s, matmul {rates['matmul_tflop_s']:.0f} TFLOP/s")
-    for title in ("decode_attention", "prefill_attention"):
+    for title in _TABLES:
         print(title.replace("_", " "))
         print_table(report[title])
 

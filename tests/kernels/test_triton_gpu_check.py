@@ -28,4 +28,9 @@ def test_a_dry_run_checks_every_kernel_and_writes_its_report(tmp_path: Path) -> 
     assert report["rates"]["copy_gb_s"] > 0
     assert [row["batch"] for row in report["decode_attention"]] == [1, 2]
     assert report["prefill_attention"][0]["times torch's speed"] > 0
-    assert "share of matmul" in run.stdout.splitlines()[-2], "the table comes last"
+    assert len(report["decode_step"]) == 2 * 4, "graphs and overlap, on and off, for each batch"
+    assert [row["chunked"] for row in report["load"]] == [True, False]
+    assert {row["into the GPU"] for row in report["swap"]} == {True, False}
+    (bits,) = report["batch_invariance"]
+    assert bits["equal bits"] == bits["tokens"] > 0
+    assert "equal bits" in run.stdout.splitlines()[-2], "the table comes last"
