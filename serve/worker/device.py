@@ -215,7 +215,7 @@ class _CudaGraphRecorder:
     def capture(self, work: Callable[[], Tensor]) -> tuple[CapturedWork, Tensor]:
         # A first run on a side stream compiles kernels and creates libraries' workspaces, neither
         # of which may happen while recording.
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()

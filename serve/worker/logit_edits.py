@@ -124,7 +124,7 @@ class LogitEditor:
             self._kernels.penalize(edited, controls, generated, in_prompt)
             logits[places] = edited
             return
-        presence, frequency, repetition = controls.split(1, dim=1)
+        presence, frequency, repetition = (controls[:, column, None] for column in range(3))
         weakened = torch.where(edited > 0, edited / repetition, edited * repetition)
         edited = torch.where((generated > 0) | in_prompt, weakened, edited)
         edited -= frequency * generated + presence * (generated > 0)
