@@ -9,6 +9,7 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.scheduler.limits import SchedulerLimits, within
 from serve.scheduler.request import Request
 from serve.scheduler.step_costs import StepCosts
+from serve.scheduler.watermark import Watermark
 
 
 class PreemptionMode(Enum):
@@ -27,7 +28,7 @@ class Preemption:
         self._limits = limits
         self._mode = limits.preemption_mode
         self._victim = limits.preemption_victim
-        self._watermark = max(1, kv.num_blocks // 100)
+        self.watermark = Watermark(kv.num_blocks)
 
     def choose_victim(self, candidates: Sequence[Request]) -> Request:
         """One of the least urgent candidates, given in order of service; of equals, the last."""
@@ -82,7 +83,7 @@ class Preemption:
         if num_running == 0:
             return 0
         doublings = min(request.num_preemptions, 30)
-        return self._watermark + num_running * ((1 << doublings) - 1)
+        return self.watermark.blocks + num_running * ((1 << doublings) - 1)
 
     def _may_be_partial_beside(self, staying: Sequence[Request]) -> bool:
         """Whether those that stay leave room for another partial prefill, of any length."""

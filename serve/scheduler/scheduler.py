@@ -161,6 +161,7 @@ class Scheduler:
         if not plan.preempted:  # what was just evicted must not come back in the same step
             self._schedule_queued(plan, now, may_start)
         self._delay.end_step(plan.has_prompt or plan.num_tokens > len(plan.scheduled))
+        self._preemption.watermark.note_step(preempted=bool(plan.preempted))
         output = plan.build()
         if output:
             self._launched.launch(output, plan, now)
