@@ -22,7 +22,7 @@ class LinearPacker:
         self._slab = torch.empty(0, dtype=torch.uint8)  # the rest of the slab last made
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        panels = make_panels(weight)
+        panels = make_panels(self._library, weight)
         memory = self._take(panels.data.nbytes).view(panels.data.dtype).view(panels.data.shape)
         packed = Panels(panels.storage, panels.out_size, panels.in_size, memory.copy_(panels.data))
         return CpuLinear(self._library, packed, bias)
