@@ -84,6 +84,7 @@ class EngineCore:
         self.outbox = outbox
         self.depth = depth
         self.log = StepLog(scheduler, trace)
+        self._trace = trace
         self._controls = Controls(scheduler, self.log)
         self._in_flight: deque[tuple[SchedulerOutput, PendingTokens, OpenStep]] = deque()
         self._refused: list[TokenDelta] = []
@@ -96,7 +97,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until Shutdown. Raises EngineDead when steps keep failing, and whatever is a bug.
 
-        The executor is left open: who started it closes it.
+        `close` comes afterwards, whatever happened.
         """
         while not self._stopped:
             for message in self.inbox.drain(block=not self.has_work()):
@@ -105,6 +106,12 @@ class EngineCore:
                 self._send(self.step())
             if self._stopping and not self.has_work():
                 self._stopped = True
+
+    def close(self) -> None:
+        """Free the device, and end the trace."""
+        self.executor.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do without a new message."""

@@ -63,7 +63,7 @@ def _serve(launch: Launch, channel: EngineSocket, build: CoreBuilder) -> None:
         channel.send(ready)
         core.run()
     finally:
-        core.executor.close()
+        core.close()
 
 
 def _leave_signals_to_the_front() -> None:

@@ -54,7 +54,7 @@ class InlineClient:
     async def close(self) -> None:
         """Free the device."""
         if self._core is not None:
-            self._core.executor.close()
+            self._core.close()
             self._core = None
         self._death = EngineDied("the engine was closed.")
         self._sent.set()

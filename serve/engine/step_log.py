@@ -119,7 +119,9 @@ class StepLog:
         self.steps: deque[StepRecord] = deque(maxlen=NUM_KEPT)
         self.ended: deque[EndedRequest] = deque(maxlen=NUM_KEPT)
         self.starts: deque[float] = deque(maxlen=NUM_STARTS)  # first steps of requests
-        self._scheduler = scheduler
+        self._clock = scheduler.clock
+        self._kv = scheduler.kv
+        self._roster = scheduler.roster
         self._sink = sink
         self._lost: dict[str, str] = {}  # preempted requests, and how they will come back
         self._num_launched = 0
@@ -129,19 +131,19 @@ class StepLog:
 
     def added(self, message: AddRequest) -> None:
         """The scheduler has queued a request."""
-        request = self._scheduler.roster.requests[message.request_id]
+        request = self._roster.requests[message.request_id]
         self.live[message.request_id] = Observed(message.label or message.request_id, request)
 
     def aborted(self, request_ids: Iterable[str]) -> None:
         """The scheduler has ended these, if it had them."""
-        now = self._scheduler.clock()
+        now = self._clock()
         for request_id in request_ids:
             self._end(request_id, FinishReason.ABORT, None, now)
 
     def told(self, deltas: Sequence[TokenDelta]) -> None:
         """These deltas came out of the scheduler; some may end requests."""
-        if len(self.live) > len(self._scheduler.roster.requests):
-            now = self._scheduler.clock()
+        if len(self.live) > len(self._roster.requests):
+            now = self._clock()
             for delta in deltas:
                 if delta.finish_reason is not None:
                     self._end(delta.request_id, delta.finish_reason, delta.times, now)
@@ -150,8 +152,7 @@ class StepLog:
 
     def launched(self, plan: SchedulerOutput, began: float) -> OpenStep:
         """The scheduler has made a step, which it began to plan at `began`."""
-        scheduler = self._scheduler
-        roster, kv = scheduler.roster, scheduler.kv
+        roster, kv = self._roster, self._kv
         num_requests = len(plan.scheduled)
         is_quiet = plan.num_scheduled_tokens == num_requests and not (
             plan.admitted or plan.released
@@ -160,7 +161,7 @@ class StepLog:
         return OpenStep(
             self._num_launched,
             began,
-            scheduler.clock(),
+            self._clock(),
             plan.num_scheduled_tokens,
             num_requests,
             NO_CHANGES if is_quiet else self._changes(plan, began),
@@ -178,7 +179,7 @@ class StepLog:
         """A step's result was known at `known`, and has been taken in with these deltas."""
         begin = max(step.scheduled, self._last_known)  # it ran after the step before it
         self._last_known = known
-        record = StepRecord(step, known - begin, self._scheduler.clock() - known)
+        record = StepRecord(step, known - begin, self._clock() - known)
         self.steps.append(record)
         if self._sink is not None:
             self._sink.step(record)
@@ -194,7 +195,7 @@ class StepLog:
 
     def _is_queued(self, request_id: str) -> bool:
         """Whether a request whose row was released lives on: then it was preempted."""
-        request = self._scheduler.roster.requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         return request is not None and request.status is not RequestStatus.RUNNING
 
     def _preempted(self, request_id: str) -> Change:

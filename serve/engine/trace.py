@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -53,6 +54,12 @@ class TraceFile:
         ids = [int.from_bytes(value[:6], "big") for value in hashes[:num_full]]
         self._write({**request_line(ended), "block_size": self._block_size, "hash_ids": ids})
 
+    def close(self) -> None:
+        """Nothing can be appended afterwards."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _write(self, line: Line) -> None:
         """At once, so that what has happened is in the file even if we are killed."""
         if self._file is None:
@@ -62,6 +69,8 @@ class TraceFile:
             self._file.flush()
         except OSError as error:
             logger.error("the trace ends here: %s", error)
+            with suppress(OSError):  # what could not be written cannot be written now either
+                self._file.close()
             self._file = None
 
 

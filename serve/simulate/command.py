@@ -43,7 +43,8 @@ def run_simulate(
         title = (
             f"{len(requests):,} requests over {span:,.0f} s, {tokens[0]:,} + {tokens[1]:,} tokens"
         )
-        console.print(make_table(results, title))
+        console.print(title)
+        console.print(make_table(results))
     return 0
 
 

@@ -37,11 +37,9 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def make_table(results: Sequence[Result], title: str) -> Table:
+def make_table(results: Sequence[Result]) -> Table:
     """One column per variant."""
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=False
-    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     for _ in results:
         table.add_column(justify="right")

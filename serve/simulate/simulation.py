@@ -94,6 +94,7 @@ class _Simulation:
                 core.handle(request.message(str(number)))
             for delta in core.step():
                 self._note(delta, clock.now)
+        core.close()
         return Outcome(
             histories=self._histories,
             stats=core.scheduler.stats(),

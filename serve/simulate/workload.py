@@ -88,8 +88,9 @@ def read_workload(path: Path) -> list[SimRequest]:
 
     A line has `arrival` (s), `prompt_len`, `output_len` and, if need be, `priority`, `user`,
     `prefix` (a name) with `prefix_len`, or `hash_ids` with `block_size`. Lines of a trace that
-    `serve --trace-file` wrote are such lines (others have another `type` and are passed over, and
-    so are requests that ended before their first token), and so are those of Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`).
+    `serve --trace-file` wrote are such lines (those of another `type`, and requests that ended
+    before their first token, are passed over), and so are those of Mooncake's traces (`timestamp`
+    in ms, `input_length`, `output_length`).
     """
     requests = []
     for number, line in read_lines(path):
