@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from serve.engine.explain import explain_requests, scheduler_state
@@ -18,20 +20,26 @@ from serve.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LIVE_SETTINGS = {
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "preemption_mode": "preemption_mode",
-    "preemption_victim": "preemption_victim",
-    "scheduling_policy": "policy",
-    "scheduler_delay_factor": "delay_factor",
-    "long_prefill_token_threshold": "long_prefill_token_threshold",
-    "max_num_partial_prefills": "max_num_partial_prefills",
-    "max_long_partial_prefills": "max_long_partial_prefills",
-    "max_num_queued_reqs": "max_num_queued_reqs",
-    "max_num_queued_tokens": "max_num_queued_tokens",
-}
-"""Settings that may change while the engine runs, by their flag's name, and the limit each is."""
+LIVE_SETTINGS: Mapping[str, tuple[str, float]] = MappingProxyType(
+    {
+        "max_num_seqs": ("max_num_seqs", 1),
+        "max_num_batched_tokens": ("max_num_batched_tokens", 1),
+        "target_itl_ms": ("target_itl_s", 1e-3),
+        "preemption_mode": ("preemption_mode", 1),
+        "preemption_victim": ("preemption_victim", 1),
+        "scheduling_policy": ("policy", 1),
+        "priority_aging_time": ("priority_aging_s", 1),
+        "step_order": ("step_order", 1),
+        "scheduler_delay_factor": ("delay_factor", 1),
+        "long_prefill_token_threshold": ("long_prefill_token_threshold", 1),
+        "max_num_partial_prefills": ("max_num_partial_prefills", 1),
+        "max_long_partial_prefills": ("max_long_partial_prefills", 1),
+        "max_num_queued_reqs": ("max_num_queued_reqs", 1),
+        "max_num_queued_tokens": ("max_num_queued_tokens", 1),
+    }
+)
+"""Settings that may change while the engine runs, by their flag's name: the limit that each is, and
+its unit in the limit's."""
 
 _SIZED_AT_START = ("max_num_seqs", "max_num_batched_tokens")
 
@@ -62,23 +70,23 @@ class Controls:
         old = self._scheduler.limits
         for name, value in changes.items():
             self._check(name, value)
-        renamed = {LIVE_SETTINGS[name]: value for name, value in changes.items()}
+        renamed = dict(_as_limit(name, value) for name, value in changes.items())
         try:
             new = dataclasses.replace(old, **renamed)
         except ValueError as error:
             raise InvalidRequest(f"{error}.") from error
+        before, now = _settings(old), _settings(new)
         self._scheduler.set_limits(new)
-        for name, limit in LIVE_SETTINGS.items():
-            before, now = getattr(old, limit), getattr(new, limit)
-            if before != now:
-                logger.info("changed while running: %s from %s to %s", name, before, now)
-        return {name: getattr(new, limit) for name, limit in LIVE_SETTINGS.items()}
+        for name, value in now.items():
+            if value != before[name]:
+                logger.info("changed while running: %s from %s to %s", name, before[name], value)
+        return now
 
     def _check(self, name: str, value: object) -> None:
         if name not in LIVE_SETTINGS:
             known = ", ".join(LIVE_SETTINGS)
             raise InvalidRequest(f"{name} cannot be changed; {known} can.", param=name)
-        limit = LIVE_SETTINGS[name]
+        limit, _ = LIVE_SETTINGS[name]
         wanted = get_type_hints(SchedulerLimits)[limit]
         if not _fits(value, wanted):
             raise InvalidRequest(f"{name} cannot be {value!r}; it is {_spell(wanted)}.", param=name)
@@ -90,16 +98,30 @@ class Controls:
                     "start.",
                     param=name,
                 )
-        elif isinstance(value, int | float) and value < (
-            1 if type(None) in get_args(wanted) else 0
-        ):
-            raise InvalidRequest(f"{name} cannot be {value}.", param=name)
+        elif isinstance(value, int | float):
+            is_optional = type(None) in get_args(wanted)
+            if value < 0 or (is_optional and value == 0) or not math.isfinite(value):
+                raise InvalidRequest(f"{name} cannot be {value}.", param=name)
         if name == "preemption_mode" and value == "swap" and not self._scheduler.kv.num_host_blocks:
             raise InvalidRequest(
                 "preemption_mode cannot become swap: the server was started without swap space "
                 "(--preemption-mode auto sets it up).",
                 param=name,
             )
+
+
+def _as_limit(name: str, value: Any) -> tuple[str, Any]:
+    limit, unit = LIVE_SETTINGS[name]
+    return limit, value if unit == 1 or value is None else value * unit
+
+
+def _settings(limits: SchedulerLimits) -> dict[str, Any]:
+    """The live settings' values, in the units of their flags."""
+    values = {}
+    for name, (limit, unit) in LIVE_SETTINGS.items():
+        value = getattr(limits, limit)
+        values[name] = value if unit == 1 or value is None else value / unit
+    return values
 
 
 def _fits(value: object, wanted: Any) -> bool:

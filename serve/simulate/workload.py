@@ -46,6 +46,7 @@ class SimRequest:
             SamplingParams(max_tokens=self.output_len, temperature=0.0),
             self.arrival_s,
             priority=self.priority,
+            client=self.user or "",
         )
 
 

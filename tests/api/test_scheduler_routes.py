@@ -209,6 +209,13 @@ def test_limits_change_from_the_next_step_on(stage: Stage) -> None:
     assert [record.opened.num_tokens for record in steps] == [5, 4]
 
 
+def test_settings_keep_the_units_of_their_flags(stage: Stage) -> None:
+    settings = stage.configure(target_itl_ms=25, step_order="prefill-first").json()["settings"]
+    assert (settings["target_itl_ms"], settings["step_order"]) == (25.0, "prefill-first")
+    assert stage.get("/v1/scheduler/state")["limits"]["target_itl_s"] == 0.025
+    assert stage.configure(target_itl_ms=None).json()["settings"]["target_itl_ms"] is None
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -223,6 +230,8 @@ def test_limits_change_from_the_next_step_on(stage: Stage) -> None:
         ({"preemption_victim": "me"}, "preemption_victim"),
         ({"scheduler_delay_factor": -1}, "scheduler_delay_factor"),
         ({"max_num_queued_reqs": 0}, "max_num_queued_reqs"),
+        ({"target_itl_ms": 0}, "target_itl_ms"),
+        ({"target_itl_ms": "fast"}, "target_itl_ms"),
         ({"max_num_seqs": 2, "block_size": 8}, "block_size"),
         ({"name": "x"}, "name"),
     ],

@@ -22,6 +22,8 @@ class SchedulerChanges(RequestModel):
     preemption_mode: Literal["recompute", "swap", "auto"] | None = None
     preemption_victim: str | None = None
     scheduling_policy: str | None = None
+    step_order: str | None = None
+    target_itl_ms: float | None = None
 
 
 class SchedulerSettings(ResponseModel):
