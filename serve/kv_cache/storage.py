@@ -21,8 +21,9 @@ CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 LayerShape = Callable[[int], tuple[int, ...]]
 """Number of blocks → shape of one layer's cache; dim 0 is K/V, dim 1 the block."""
 
-AllocateHost = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Host memory that the device copies from and to fast (pinned, where that exists)."""
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Shape and dtype → memory: of the device, zeroed; or of the host, such that the device copies from
+and to it fast (pinned, where that exists)."""
 
 
 class Tier(Enum):
@@ -45,14 +46,12 @@ class KVStorage:
         num_blocks: int,
         num_host_blocks: int,
         dtype: torch.dtype,
-        device: torch.device,
+        allocate: Allocate,
         copy_blocks: CopyBlocks,
-        allocate_host: AllocateHost,
+        allocate_host: Allocate,
     ) -> None:
         # Zeros, not empty memory: a masked position may be multiplied by 0, and 0 * NaN is NaN.
-        self.layers = [
-            torch.zeros(shape(num_blocks + 1), dtype=dtype, device=device) for shape in layer_shapes
-        ]
+        self.layers = [allocate(shape(num_blocks + 1), dtype) for shape in layer_shapes]
         self._host_layers = (
             [allocate_host(shape(num_host_blocks + 1), dtype) for shape in layer_shapes]
             if num_host_blocks

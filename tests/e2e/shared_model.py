@@ -110,7 +110,7 @@ class SharedModel:
             num_blocks=engine.num_blocks,
             num_host_blocks=engine.num_host_blocks,
             dtype=torch.float32,
-            device=self.device.torch_device,
+            allocate=self.device.allocate_zeros,
             copy_blocks=self.kernels.copy_blocks,
             allocate_host=self.device.allocate_host,
         )

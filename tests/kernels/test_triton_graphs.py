@@ -58,7 +58,7 @@ def test_a_replayed_decoder_gives_the_tokens_of_an_eager_one(tmp_path: Path) -> 
             num_blocks=6,
             num_host_blocks=0,
             dtype=torch.float32,
-            device=device.torch_device,
+            allocate=device.allocate_zeros,
             copy_blocks=kernels.copy_blocks,
             allocate_host=device.allocate_host,
         )

@@ -18,7 +18,7 @@ def make_storage(num_blocks: int = 6, num_host_blocks: int = 5) -> KVStorage:
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        allocate=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
         copy_blocks=reference.kernels().copy_blocks,
         allocate_host=lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype),
     )

@@ -166,7 +166,7 @@ class RunnerStand:
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            allocate=self.device.allocate_zeros,
             copy_blocks=kernels.copy_blocks,
             allocate_host=self.device.allocate_host,
         )

@@ -78,6 +78,8 @@ def test_on_a_cpu_tensors_stay_where_they_are() -> None:
     assert cpu.to_device(tensor) is tensor
     assert cpu.to_host(tensor).wait().tolist() == [0, 1, 2]
     assert cpu.allocate_host((2, 3), torch.bfloat16).shape == (2, 3)
+    zeros = cpu.allocate_zeros((2, 3), torch.bfloat16)
+    assert torch.equal(zeros, torch.zeros(2, 3, dtype=torch.bfloat16))
     cpu.synchronize()
 
 
