@@ -8,6 +8,7 @@ for output in llm.generate(["Hello", "Good morning"], SamplingParams(max_tokens=
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import nullcontext
@@ -89,6 +90,7 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a task must not be cut off midway
         try:
             self._run(self._engine.start())
         except BaseException:
@@ -128,6 +130,7 @@ class LLM:
         """Free the model and the cache. The object cannot generate any more."""
         if self._loop.is_closed():
             return
+        atexit.unregister(self.close)
         self._run(self._engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
