@@ -119,6 +119,7 @@ class ServerProcess:
             self.lines.append(line.rstrip("\n"))
             if match := _READY.search(line):
                 self.url = match[2]
+            elif self.url:  # the last line of the start, the example, is in the log
                 self._settled.set()
         self._settled.set()
 

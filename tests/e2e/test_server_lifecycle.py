@@ -52,7 +52,7 @@ def start_up_failure(*arguments: str, **environment: str) -> str:
 
 
 def test_a_missing_model_is_one_line_and_exit_code_1() -> None:
-    assert "/no/such/model does not exist" in start_up_failure("/no/such/model")
+    assert "/no/such/model does not exist" in start_up_failure("/no/such/model", "--port", "0")
 
 
 def test_a_taken_port_is_one_line_and_exit_code_1(tiny_model: Path) -> None:
