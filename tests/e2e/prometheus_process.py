@@ -63,9 +63,12 @@ class PrometheusProcess:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The samples an expression has now; none while Prometheus itself is starting."""
         try:
-            answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}).json()
+            response = httpx.get(f"{self.url}/api/v1/query", params={"query": expression})
         except httpx.TransportError:
             return []
+        if response.status_code == 503:  # it listens before it is ready, and says so in plain text
+            return []
+        answer = response.json()
         assert answer["status"] == "success", f"{expression}: {answer}"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
