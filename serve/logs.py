@@ -7,7 +7,15 @@ import sys
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 # Libraries that report every request or every file at INFO.
-_TALKATIVE = ("httpx", "httpcore", "huggingface_hub", "transformers", "uvicorn", "asyncio")
+_TALKATIVE = (
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "huggingface_hub",
+    "transformers",
+    "uvicorn",
+    "asyncio",
+)
 
 
 def configure(level: str) -> None:

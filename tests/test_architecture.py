@@ -8,10 +8,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "serve").rglob("*.py"))
@@ -130,6 +134,43 @@ def test_libraries_stay_in_their_place() -> None:
     for module, tree in MODULES.items():
         for library in {name.split(".", 1)[0] for name in imports(tree)} & set(ONLY_IN):
             assert {module, part_of(module)} & ONLY_IN[library], f"{module} imports {library}"
+
+
+# Libraries that come with a declared one, of which they are the half that does the work.
+COMES_WITH = {"starlette": "fastapi", "tokenizers": "transformers"}
+
+
+def declared_libraries(*extras: str) -> set[str]:
+    """The distributions that pyproject.toml asks for, by their normalized names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"]]
+    for extra in extras:
+        wanted += project["optional-dependencies"][extra]
+    return {canonicalize_name(Requirement(line).name) for line in wanted}
+
+
+def undeclared_libraries(module: str, tree: ast.Module) -> set[str]:
+    """Libraries a module imports that installing us without extras need not bring."""
+    declared = declared_libraries(*(["bench"] if part_of(module) == "bench" else []))
+    distributions = packages_distributions()
+    libraries = {name.split(".", 1)[0] for name in imports(tree)}
+    return {
+        library
+        for library in libraries - set(sys.stdlib_module_names) - {"serve"}
+        if COMES_WITH.get(library, "") not in declared
+        and not declared & {canonicalize_name(name) for name in distributions.get(library, [])}
+    }
+
+
+def test_every_library_is_a_declared_dependency() -> None:
+    found = {name: undeclared_libraries(name, tree) for name, tree in MODULES.items()}
+    assert {name: libraries for name, libraries in found.items() if libraries} == {}
+
+
+def test_an_undeclared_library_is_seen() -> None:
+    late = "def late():\n    import httpx, yaml\n    from matplotlib import pyplot"
+    assert undeclared_libraries("hub", ast.parse(late)) == {"httpx", "matplotlib"}
+    assert undeclared_libraries("bench.plot", ast.parse(late)) == {"httpx"}
 
 
 def test_torch_stays_out_of_the_scheduler_and_the_logical_cache() -> None:
