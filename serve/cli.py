@@ -79,8 +79,19 @@ def _app() -> App:
 def _flags(title: str, order: int) -> Parameter:
     """How one config dataclass appears on the command line: its fields, flat, under a heading."""
     return Parameter(
-        name="*", group=Group(title, sort_key=order), consume_multiple=True, negative_iterable=()
+        name="*",
+        group=Group(title, sort_key=order),
+        consume_multiple=True,
+        negative_iterable=(),
+        show_default=_as_typed,
     )
+
+
+def _as_typed(default: Any) -> str | None:
+    """A flag's default as one would type it; None, which --help leaves out, for none."""
+    if default is None or default == ():
+        return None
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def serve(
