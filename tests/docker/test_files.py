@@ -51,6 +51,18 @@ def test_every_direct_dependency_of_the_images_is_pinned() -> None:
     assert wanted - pinned == {"triton"}  # torch's CUDA build names the version it needs
 
 
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
+def test_compose_itself_accepts_the_files(files: list[str]) -> None:
+    chosen = [word for file in files for word in ("-f", str(DOCKER / file))]
+    done = subprocess.run(
+        [need("docker-compose"), *chosen, "config", "--quiet"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_compose_waits_longer_than_the_server_lets_requests_run() -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     assert set(services) == {"serve-llm", "prometheus", "grafana"}

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def need(program: str) -> str:
     """The program's path; skips the test, visibly, where it is not installed."""
     beside_python = str(Path(sys.executable).parent)
-    path = shutil.which(program) or shutil.which(program, path=beside_python)
+    path = shutil.which(program, path=beside_python) or shutil.which(program)
     if path is None:
         pytest.skip(f"{program} is not installed")
     return path
