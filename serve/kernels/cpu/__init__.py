@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve.kernels.base import Kernels
+from serve.kernels.base import Kernels, SamplingKernels
 
 
-def cpu_kernels(num_threads: int | None = None, cache_dir: Path | None = None) -> Kernels:
+def cpu_kernels(
+    num_threads: int | None = None,
+    cache_dir: Path | None = None,
+    quantization: str | None = None,
+) -> Kernels:
     """Kernels on `num_threads` threads (default: one per core this process may use).
 
-    Compiles them at first use into `cache_dir` (default: ~/.cache/serve-llm/kernels). Raises
+    `quantization` "int8" rounds the weights of linear layers; None keeps every bit.
+
+    Compiles them at first use into `cache_dir` (default: in the cache folder). Raises
     ConfigError when this CPU or the lack of a compiler makes that impossible.
     """
     from serve.kernels.cpu.attention import CpuAttention
@@ -23,10 +29,11 @@ def cpu_kernels(num_threads: int | None = None, cache_dir: Path | None = None) -
     from serve.kernels.cpu.elementwise import RowKernels
     from serve.kernels.cpu.library import Library
     from serve.kernels.cpu.linear import LinearPacker
+    from serve.kernels.cpu.sampling import RowSampling
     from serve.kernels.reference import copy_blocks
 
     library = Library(num_threads, cache_dir)
-    rows = RowKernels(library)
+    rows, sampling = RowKernels(library), RowSampling(library)
     return Kernels(
         name="cpu",
         attention=CpuAttention(library),
@@ -34,7 +41,10 @@ def cpu_kernels(num_threads: int | None = None, cache_dir: Path | None = None) -
         add_rms_norm=rows.add_rms_norm,
         rotary=rows.rotary,
         gated_act=rows.gated_act,
-        pack_linear=LinearPacker(library),
+        pack_linear=LinearPacker(library, quantization),
         copy_blocks=copy_blocks,
         fuse_decoder=DecoderFuser(library),
+        sampling=SamplingKernels(
+            sampling.draw, sampling.penalize, sampling.argmax, sampling.score
+        ),
     )

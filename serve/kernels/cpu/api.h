@@ -19,7 +19,8 @@ void serve_advise_huge_pages(void* memory, int64_t num_bytes);
 
 // result[num_rows, out] = rows[num_rows, in] · weights + bias; bias may be null.
 // weights: panels of 16 outputs in storage 0 = fp32, 1 = fp16, 2 = bf16, 3 = blocks of bytes,
-// 4 = blocks of nibbles (see storage.h); for blocks, `in` is a multiple of 32.
+// 4 = blocks of nibbles (see storage.h; `in` is a multiple of 32), 5 = int8 with a scale per output
+// (see integer.cpp).
 void serve_linear(serve::Pool* pool, int32_t storage, const float* rows, int64_t num_rows,
                   int64_t in, int64_t out, const void* weights, const float* bias, float* result);
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "api.h"
+#include "integer.h"
 #include "pool.h"
 #include "storage.h"
 
@@ -222,5 +223,7 @@ void serve_linear(Pool* pool, int32_t storage, const float* rows, int64_t num_ro
       return multiply<Bytes>(*pool, shape, weights);
     case 4:
       return multiply<Nibbles>(*pool, shape, weights);
+    case 5:
+      return multiply_integers(*pool, rows, num_rows, in, out, weights, bias, result);
   }
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from serve.kernels.base import PackedLinear
 from serve.kernels.cpu.library import Library, Linear, as_rows
-from serve.kernels.cpu.panels import Panels, make_panels
+from serve.kernels.cpu.panels import Panels, make_panels, quantize_panels
 
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
@@ -17,12 +19,14 @@ _SLAB_BYTES = 32 << 20
 class LinearPacker:
     """Packs weights for the C++ kernel, side by side in huge pages; a `PackLinearFn`."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, quantization: str | None = None) -> None:
+        """`quantization`: None keeps every bit of the weights, "int8" rounds them."""
         self._library = library
+        self._make_panels = quantize_panels if quantization else partial(make_panels, library)
         self._slab = torch.empty(0, dtype=torch.uint8)  # the rest of the slab last made
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        panels = make_panels(self._library, weight)
+        panels = self._make_panels(weight)
         memory = self._take(panels.data.nbytes).view(panels.data.dtype).view(panels.data.shape)
         packed = Panels(panels.storage, panels.out_size, panels.in_size, memory.copy_(panels.data))
         return CpuLinear(self._library, packed, bias)

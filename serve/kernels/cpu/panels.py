@@ -4,6 +4,8 @@ Forms, in the order they are tried: blocks of 4-bit integers, blocks of 8-bit in
 bfloat16, float32. A form is taken only if all of the matrix comes back from it unchanged, so the
 choice never shows in a result, only in the memory a step has to read. Dequantized GGUF weights go
 back into their blocks this way and 16-bit checkpoints into 16 bits, however they were loaded.
+
+int8 is the form that loses something, and is taken only when asked for.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ _LANES = 16  # outputs side by side in memory: kLanes in simd.h
 _BLOCK = 32  # neighbours along `in` that share a scale: kBlock in storage.h
 
 _STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_BYTES, _NIBBLES = 3, 4
+_BYTES, _NIBBLES, _INT8 = 3, 4, 5
 _BLOCK_BYTES = {_BYTES: 32 + 512, _NIBBLES: 64 + 256}
+_MOST_INT8 = 127
+_LEAST_SCALE = 1e-38  # smaller ones have no inverse: such an output counts as zero
 _FORMS = (_NIBBLES, _NIBBLES, _BYTES)  # storage of the forms serve_pack_blocks tries
 
 
@@ -36,7 +40,7 @@ class Panels:
 
 
 def make_panels(library: Library, weight: Tensor) -> Panels:
-    """Pack weight [out, in] of any floating dtype."""
+    """Pack weight [out, in] of any floating dtype without loss."""
     out_size, in_size = weight.shape
     if weight.dtype not in (torch.float16, torch.bfloat16):
         if (blocks := _find_blocks(library, weight.float().contiguous())) is not None:
@@ -44,6 +48,25 @@ def make_panels(library: Library, weight: Tensor) -> Panels:
         weight = _narrowest(weight)
     lanes = F.pad(weight, (0, 0, 0, -out_size % _LANES)).view(-1, _LANES, in_size)
     return Panels(_STORAGE[weight.dtype], out_size, in_size, lanes.transpose(1, 2))
+
+
+def quantize_panels(weight: Tensor) -> Panels:
+    """Round weight [out, in] to int8 with one scale per output, as integer.cpp reads it.
+
+    An output whose weights are not all finite becomes NaN.
+    """
+    out_size, in_size = weight.shape
+    wide = F.pad(weight.float(), (0, in_size % 2, 0, -out_size % _LANES))
+    scales = wide.abs().amax(dim=1) / _MOST_INT8
+    rounded = (wide / scales.clamp_min(_LEAST_SCALE)[:, None]).round_().nan_to_num_(nan=0)
+    pairs = rounded.to(torch.int8).view(-1, _LANES, wide.shape[1] // 2, 2).transpose(1, 2)
+    data = torch.cat([_bytes_of(scales.view(-1, _LANES)), _bytes_of(pairs)], dim=1)
+    return Panels(_INT8, out_size, in_size, data)
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """[panels, …] as uint8 [panels, bytes]."""
+    return values.contiguous().view(torch.uint8).flatten(1)
 
 
 def _find_blocks(library: Library, weight: Tensor) -> Panels | None:

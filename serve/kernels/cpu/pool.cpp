@@ -13,7 +13,7 @@ constexpr int kWorkerSpins = 4000;
 constexpr int kCallerSpins = 1000;
 }  // namespace
 
-Pool::Pool(int num_threads) : scratch_(static_cast<size_t>(num_threads) + 1) {
+Pool::Pool(int num_threads) : scratch_(static_cast<size_t>(num_threads) + 2) {
   for (int thread = 1; thread < num_threads; ++thread) {
     workers_.emplace_back([this, thread] { work(thread); });
   }

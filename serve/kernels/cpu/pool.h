@@ -41,7 +41,8 @@ class Pool {
   }
 
   // A thread's own buffer of at least this many floats, 64-byte aligned. Contents do not last.
-  // Number num_threads() is one more buffer, for who calls run() while the threads use theirs.
+  // Numbers num_threads() and num_threads() + 1 are for who calls run() while the threads use theirs:
+  // a whole step's activations, and what one operation prepares for all threads.
   float* scratch(int thread, size_t num_floats);
 
  private:
