@@ -50,6 +50,16 @@ def test_a_second_start_finds_the_compiled_file(tmp_path: Path, fake_compiler: P
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
 
 
+def test_the_library_is_kept_where_the_environment_says(
+    tmp_path: Path, fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_LLM_CACHE", str(tmp_path / "mine"))
+
+    build.load_library()
+
+    assert [path.suffix for path in (tmp_path / "mine" / "kernels").iterdir()] == [".so"]
+
+
 def test_starts_at_the_same_time_do_not_disturb_each_other(
     tmp_path: Path, fake_compiler: Path
 ) -> None:

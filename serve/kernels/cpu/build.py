@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from serve.config import cache_folder
 from serve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
     isa = torch.backends.cpu.get_cpu_capability()
     if isa not in _ISA_FLAGS:
         raise ConfigError(f"the cpu kernels need AVX2, and this CPU offers {isa}")
-    directory = cache_dir or Path.home() / ".cache" / "serve-llm" / "kernels"
+    directory = cache_dir or cache_folder() / "kernels"
     library = directory / f"cpu-{isa.lower()}-{_fingerprint(isa)}.so"
     if not library.exists():
         _compile(isa, library)
