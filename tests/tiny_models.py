@@ -124,6 +124,7 @@ class PagedRun:
             torch.full((2, num_blocks, block_size, c.num_kv_heads, c.head_dim), float("nan"))
             for c in model.cache_layers
         ]
+        self.kv_scales: list[Tensor] | None = None  # of a cache in eight bits
 
     def _scattered_tables(self) -> list[list[int]]:
         """Blocks dealt in turn, from the highest, so that no request's blocks are neighbours."""
@@ -161,6 +162,7 @@ class PagedRun:
             attention=self._metadata(ordered, slots),
             positions=torch.tensor(positions),
             prompt_lens=torch.tensor(prompt_lens),
+            kv_scales=self.kv_scales,
         )
         with torch.inference_mode():
             logits = self.model.logits(self.model.forward(torch.tensor(token_ids), context))

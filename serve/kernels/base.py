@@ -41,6 +41,12 @@ class ForwardContext:
     prompt_lens: Tensor | None = None
     """[T] int64; prompt length of each token's request. Needed by models whose RoPE frequencies
     depend on the length (dynamic, longrope): `CausalModel.needs_prompt_lens`."""
+    kv_scales: Sequence[Tensor] | None = None
+    """Per layer [2, num_kv_heads] fp32, for an e4m3 cache: what its keys and values are times."""
+
+    def scales_of(self, layer: int) -> Tensor | None:
+        """The scales of one layer's cache, if it has any."""
+        return None if self.kv_scales is None else self.kv_scales[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class BackendLimits:
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     block_sizes: tuple[int, ...] | None = None
+    cache_dtypes: tuple[str, ...] = ()  # of the cache, beside the dtype that is computed in
 
 
 class AttentionBackend(Protocol):
@@ -64,8 +71,19 @@ class AttentionBackend(Protocol):
     ) -> tuple[int, ...]:
         """Shape of one layer's cache."""
 
-    def write_kv(self, key: Tensor, value: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-        """Store key and value [T, num_kv_heads, head_dim] at their slots."""
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
+    ) -> None:
+        """Store key and value [T, num_kv_heads, head_dim] at their slots.
+
+        kv_scales [2, num_kv_heads] fp32 (of keys, of values) belong to an e4m3 cache: it holds
+        key / scale, bounded by ±448 and rounded to nearest.
+        """
 
     def attend(
         self,
@@ -77,13 +95,14 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of this step's tokens over their requests' blocks.
 
         query: [T, num_heads, head_dim] → [T, num_heads, head_dim] in query's dtype.
         window w: a token sees itself and the w - 1 before it. softcap c: scores become
         c * tanh(score / c). sinks: [num_heads] fp32, one extra logit per head in the denominator.
-        Reads only positions below each row's seq_len.
+        kv_scales: as the cache was written. Reads only positions below each row's seq_len.
         """
 
 
@@ -104,6 +123,34 @@ class RmsNormFn(Protocol):
         """x / rms(x) * weight over the last dim, in fp32, returned in x's dtype.
 
         x: [..., n]. `weight` [n] already holds any offset (Gemma's 1 + w is folded at load).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of every query head and every key head, offsets included."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor
+    eps: float
+
+
+class PrepareHeadsFn(Protocol):
+    def __call__(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        norms: HeadNorms | None,
+        rope: tuple[Tensor, Tensor],
+        kv: Tensor,
+        slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        """From one projection to attention: head norms, rotation, cache write.
+
+        heads [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values, which it may
+        change. rope: (cos_sin, positions) as RotaryFn takes them; kv, slot_mapping and kv_scales
+        as AttentionBackend.write_kv does. Returns the queries [T, num_heads, head_dim].
         """
 
 
@@ -179,13 +226,19 @@ class FuseDecoderFn(Protocol):
 
 class CopyBlocksFn(Protocol):
     def __call__(self, src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-        """dst[:, dst_ids] = src[:, src_ids] for one layer's cache; src and dst may be on different
-        devices. Ids are int64 on the CPU. Within one call all reads come before all writes."""
+        """dst[:, dst_ids] = src[:, src_ids]; src and dst may be on different devices.
+
+        src and dst [2 * layers, blocks, …]: keys and values of all layers. Ids are int64 on the
+        CPU. Within one call all reads come before all writes.
+        """
 
 
 class DrawFn(Protocol):
-    def __call__(self, logits: Tensor, controls: Tensor, keys: Tensor) -> Tensor:
-        """One token per row [S] int64, after temperature, min_p, top_k and top_p.
+    def __call__(
+        self, logits: Tensor, controls: Tensor, keys: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """One token per row [S] int64, after temperature, min_p, top_k and top_p; in `out`, if
+        that is given.
 
         logits [S, vocab] fp32; controls [S, >= 4] fp32: temperature (0: the most likely token),
         top_k, top_p, min_p; keys [S, 2] int32: what the row's noise is made of.
@@ -200,12 +253,39 @@ class PenalizeFn(Protocol):
         repetition; generated [S, vocab] int32: times generated; in_prompt [S, vocab] bool."""
 
 
+class ArgmaxFn(Protocol):
+    def __call__(self, logits: Tensor, out: Tensor) -> Tensor:
+        """The most likely token of each row [S] int64, of equals the lowest id, in `out`.
+
+        logits [S, vocab] fp32.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Scores of L tokens."""
+
+    token_ids: Tensor  # [L] int64
+    logprobs: Tensor  # [L] fp32
+    ranks: Tensor  # [L] int64, 1 = most likely; equal logits share the better rank
+    top_token_ids: Tensor  # [L, n] int64, best first
+    top_logprobs: Tensor  # [L, n] fp32
+
+
+class ScoreFn(Protocol):
+    def __call__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+        """Score tokens [L] by their rows of logits [L, vocab] fp32, and list each row's `num_top`
+        best."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingKernels:
     """What the sampler does in few passes over the vocabulary, with nothing read on the host."""
 
     draw: DrawFn
     penalize: PenalizeFn
+    argmax: ArgmaxFn | None = None  # None, here and below: torch's own is as fast
+    score: ScoreFn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,5 +300,6 @@ class Kernels:
     gated_act: GatedActFn
     pack_linear: PackLinearFn
     copy_blocks: CopyBlocksFn
+    prepare_heads: PrepareHeadsFn | None = None  # None: the single operations are as fast
     fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
     sampling: SamplingKernels | None = None  # None: the sampler's own torch code

@@ -15,11 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.base import (
+    AttentionBackend,
     AttentionMetadata,
     BackendLimits,
+    HeadNorms,
     Kernels,
     PackedLinear,
+    PrepareHeadsFn,
+    RmsNormFn,
+    RotaryFn,
 )
+
+E4M3_LARGEST = 448.0
 
 _ROW_TILE = 16  # BLAS picks other code, with other rounding, for fewer rows or columns than this
 _KEY_TILE = 128  # and cuts sums of more terms than this at places of its own choice
@@ -32,17 +39,26 @@ class ReferenceAttention:
     """
 
     name = "reference"
-    limits = BackendLimits()
+    limits = BackendLimits(cache_dtypes=("float8_e4m3fn",))
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
         return (2, num_blocks, block_size, num_kv_heads, head_dim)
 
-    def write_kv(self, key: Tensor, value: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-        slots = kv.view(2, -1, *kv.shape[3:])
-        slots[0].index_copy_(0, slot_mapping, key.to(kv.dtype))
-        slots[1].index_copy_(0, slot_mapping, value.to(kv.dtype))
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
+    ) -> None:
+        slots = _movable(kv).view(2, -1, *kv.shape[3:])
+        for half, heads in enumerate((key, value)):
+            if kv_scales is not None:
+                heads = to_e4m3(heads, kv_scales[half, :, None])
+            slots[half].index_copy_(0, slot_mapping, _movable(heads.to(kv.dtype)))
 
     def attend(
         self,
@@ -54,12 +70,15 @@ class ReferenceAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         output = torch.zeros_like(query)
         start = 0
         for row, query_len in enumerate(meta.query_lens_host):
             seq_len = meta.seq_lens_host[row]
             key, value = _gather(kv, meta.block_table[row], seq_len)
+            if kv_scales is not None:
+                key, value = key * kv_scales[0, :, None, None], value * kv_scales[1, :, None, None]
             output[start : start + query_len] = _attend_one(
                 query[start : start + query_len].float(),
                 key,
@@ -76,10 +95,20 @@ class ReferenceAttention:
 def _gather(kv: Tensor, block_ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     """One request's keys and values, fp32 [num_kv_heads, seq_len, head_dim] each."""
     num_blocks = -(-seq_len // kv.shape[2])
-    blocks = kv[:, block_ids[:num_blocks].long()]
+    blocks = _movable(kv)[:, block_ids[:num_blocks].long()].view(kv.dtype)
     tokens = blocks.flatten(1, 2)[:, :seq_len].float()
     key, value = tokens.transpose(1, 2)
     return key, value
+
+
+def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale in eight bits: the nearest e4m3, at most 448 away from zero."""
+    return (x.float() / scale).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _movable(cache: Tensor) -> Tensor:
+    """The same memory in a dtype that torch indexes; it knows e4m3 only to convert it."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _attend_one(
@@ -167,6 +196,32 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
+def prepare_heads_by_parts(
+    rms_norm: RmsNormFn, rotary: RotaryFn, attention: AttentionBackend
+) -> PrepareHeadsFn:
+    """The steps from projection to attention, one operation after another."""
+
+    def prepare_heads(
+        heads: Tensor,
+        num_heads: int,
+        norms: HeadNorms | None,
+        rope: tuple[Tensor, Tensor],
+        kv: Tensor,
+        slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        query, key, value = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if norms is not None:
+            query = rms_norm(query, norms.query, norms.eps)
+            key = rms_norm(key, norms.key, norms.eps)
+        query, key = rotary(query, key, *rope)
+        attention.write_kv(key, value, kv, slot_mapping, kv_scales)
+        return query
+
+    return prepare_heads
+
+
 def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
@@ -197,6 +252,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    src, dst = _movable(src), _movable(dst)
     # Indexing makes a copy of the source blocks, so src and dst may be one tensor.
     blocks = src[:, src_ids.to(src.device)].to(dst.device)
     dst.index_copy_(1, dst_ids.to(dst.device), blocks)
@@ -204,13 +260,15 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> N
 
 def kernels() -> Kernels:
     """The reference operations."""
+    attention = ReferenceAttention()
     return Kernels(
         name="reference",
-        attention=ReferenceAttention(),
+        attention=attention,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary=rotary,
         gated_act=gated_act,
         pack_linear=pack_linear,
         copy_blocks=copy_blocks,
+        prepare_heads=prepare_heads_by_parts(rms_norm, rotary, attention),
     )

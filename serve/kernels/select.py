@@ -23,11 +23,13 @@ def select_kernels(
     block_size: int,
     num_threads: int | None = None,
     batch_invariant: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[Kernels, str]:
     """The kernels for a device ("cpu" or "cuda") and one sentence that says why these.
 
-    `override` is the user's choice (`--attention-backend`), or "auto". Raises ConfigError when the
-    choice cannot serve this device, dtype, head dims or block size, or not batch-invariantly.
+    `override` is the user's choice (`--attention-backend`), or "auto"; `cache_dtype` is the KV
+    cache's, if it is not `dtype`. Raises ConfigError when the choice cannot serve this device,
+    dtypes, head dims or block size, or not batch-invariantly.
     """
     candidates: dict[str, Callable[[], Kernels]] = {
         "cpu": lambda: _cpu(device_type, num_threads),
@@ -42,14 +44,14 @@ def select_kernels(
         )
     if override != "auto":
         kernels = candidates[override]()
-        _check(kernels, dtype, head_dims, block_size)
+        _check(kernels, dtype, head_dims, block_size, cache_dtype)
         why = f"{kernels.name} kernels, because --attention-backend asks for them"
         return kernels, why + invariant
 
     preferred = "triton" if device_type == "cuda" else "cpu"
     try:
         kernels = candidates[preferred]()
-        _check(kernels, dtype, head_dims, block_size)
+        _check(kernels, dtype, head_dims, block_size, cache_dtype)
     except ConfigError as reason:
         kernels = candidates["reference"]()
         return kernels, f"reference kernels (plain torch, slower), because {reason}" + invariant
@@ -95,10 +97,22 @@ def _load(module_name: str, name: str) -> Callable[..., Kernels]:
     return factory
 
 
-def _check(kernels: Kernels, dtype: torch.dtype, head_dims: set[int], block_size: int) -> None:
+def _check(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    head_dims: set[int],
+    block_size: int,
+    cache_dtype: torch.dtype | None,
+) -> None:
     """Raises ConfigError naming what the backend cannot do."""
     limits: BackendLimits = kernels.attention.limits
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = _name(dtype)
+    if cache_dtype not in (None, dtype) and _name(cache_dtype) not in limits.cache_dtypes:
+        raise ConfigError(
+            f"the {kernels.name} kernels keep keys and values as the model computes them, not in "
+            f"{_name(cache_dtype)} (--kv-cache-dtype); choose --attention-backend reference, or "
+            "triton on a GPU"
+        )
     if limits.dtypes is not None and dtype_name not in limits.dtypes:
         raise ConfigError(
             f"the {kernels.name} kernels do not support dtype {dtype_name} "
@@ -112,3 +126,7 @@ def _check(kernels: Kernels, dtype: torch.dtype, head_dims: set[int], block_size
             f"the {kernels.name} kernels do not support --block-size {block_size} "
             f"(they do: {', '.join(map(str, limits.block_sizes))})"
         )
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,10 +9,12 @@ from torch import Tensor
 from serve.kernels.base import (
     DecoderParts,
     ForwardContext,
+    HeadNorms,
     Kernels,
     LayerParts,
     PackedLinear,
 )
+from serve.kernels.reference import prepare_heads_by_parts
 from serve.models.parameters import LayerParameters, LinearParameters
 from serve.models.spec import DecoderSpec
 
@@ -55,9 +57,10 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, decoder: DecoderParts, parts: LayerParts, next_norm: Tensor, kernels: Kernels
+        self, decoder: DecoderParts, index: int, next_norm: Tensor, kernels: Kernels
     ) -> None:
-        self._attention = Attention(decoder, parts, kernels)
+        parts = decoder.layers[index]
+        self._attention = Attention(decoder, index, parts, kernels)
         self._mlp = GatedMLP(parts, decoder.activation, kernels)
         self._parts = parts
         self._next_norm = next_norm
@@ -69,13 +72,12 @@ class DecoderLayer:
         self,
         normed: Tensor,
         residual: Tensor,
-        kv: Tensor,
         rope: tuple[Tensor, Tensor],
         ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
         """[T, hidden] twice → (the next norm's output, residual)."""
         parts, eps = self._parts, self._eps
-        output = self._attention.forward(normed, kv, rope, ctx)
+        output = self._attention.forward(normed, rope, ctx)
         if parts.after_attention is not None:
             output = self._rms_norm(output, parts.after_attention, eps)
         normed, residual = self._add_rms_norm(output, residual, parts.before_mlp, eps)
@@ -88,30 +90,37 @@ class DecoderLayer:
 class Attention:
     """[T, hidden] → [T, hidden]: projections, rotation, cache write, paged attention."""
 
-    def __init__(self, decoder: DecoderParts, parts: LayerParts, kernels: Kernels) -> None:
+    def __init__(
+        self, decoder: DecoderParts, index: int, parts: LayerParts, kernels: Kernels
+    ) -> None:
         self._qkv, self._output = parts.qkv, parts.output
-        self._query_norm, self._key_norm = parts.query_norm, parts.key_norm
-        self._heads = (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads)
-        self._qkv_shape = (-1, sum(self._heads), decoder.head_dim)
+        self._num_heads = decoder.num_heads
+        self._heads_shape = (-1, decoder.num_heads + 2 * decoder.num_kv_heads, decoder.head_dim)
+        self._norms = None
+        if parts.query_norm is not None and parts.key_norm is not None:
+            self._norms = HeadNorms(parts.query_norm, parts.key_norm, decoder.eps)
         self._scale = decoder.scale
         self._softcap = decoder.softcap
         self._window = parts.window
-        self._eps = decoder.eps
-        self._kernels = kernels
-        self._backend = kernels.attention
+        self._index = index
+        self._attend = kernels.attention.attend
+        self._prepare_heads = kernels.prepare_heads or prepare_heads_by_parts(
+            kernels.rms_norm, kernels.rotary, kernels.attention
+        )
 
-    def forward(
-        self, hidden: Tensor, kv: Tensor, rope: tuple[Tensor, Tensor], ctx: ForwardContext
-    ) -> Tensor:
-        heads = self._qkv(hidden).view(self._qkv_shape)
-        query, key, value = heads.split_with_sizes(self._heads, dim=1)
-        if self._query_norm is not None and self._key_norm is not None:
-            query = self._kernels.rms_norm(query, self._query_norm, self._eps)
-            key = self._kernels.rms_norm(key, self._key_norm, self._eps)
-        query, key = self._kernels.rotary(query, key, *rope)
-        self._backend.write_kv(key, value, kv, ctx.attention.slot_mapping)
-        attended = self._backend.attend(
-            query, kv, ctx.attention, scale=self._scale, window=self._window, softcap=self._softcap
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], ctx: ForwardContext) -> Tensor:
+        heads = self._qkv(hidden).view(self._heads_shape)
+        kv, kv_scales = ctx.kv[self._index], ctx.scales_of(self._index)
+        slots = ctx.attention.slot_mapping
+        query = self._prepare_heads(heads, self._num_heads, self._norms, rope, kv, slots, kv_scales)
+        attended = self._attend(
+            query,
+            kv,
+            ctx.attention,
+            scale=self._scale,
+            window=self._window,
+            softcap=self._softcap,
+            kv_scales=kv_scales,
         )
         return self._output(attended.flatten(1))
 
@@ -138,14 +147,14 @@ class LayerByLayer:
         self._rms_norm = kernels.rms_norm
         norms = [parts.before_attention for parts in decoder.layers[1:]] + [decoder.final_norm]
         self._layers = [
-            DecoderLayer(decoder, parts, next_norm, kernels)
-            for parts, next_norm in zip(decoder.layers, norms, strict=True)
+            DecoderLayer(decoder, index, next_norm, kernels)
+            for index, next_norm in enumerate(norms)
         ]
 
     def __call__(
         self, residual: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], ctx: ForwardContext
     ) -> Tensor:
         normed = self._rms_norm(residual, self._first_norm, self._eps)
-        for layer, kv, rope in zip(self._layers, ctx.kv, self._ropes, strict=True):
-            normed, residual = layer.forward(normed, residual, kv, ropes[rope], ctx)
+        for layer, rope in zip(self._layers, self._ropes, strict=True):
+            normed, residual = layer.forward(normed, residual, ropes[rope], ctx)
         return normed

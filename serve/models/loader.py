@@ -13,6 +13,7 @@ from torch import Tensor
 
 from serve.errors import ConfigError
 from serve.models.checkpoint import Checkpoint
+from serve.models.kv_scales import is_kv_scale
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
         for file, name, tensor in _tensors(checkpoint):
             target = targets.get(name)
             if target is None:
-                if not name.endswith(_COMPUTED):
+                if not (name.endswith(_COMPUTED) or is_kv_scale(name)):
                     raise ConfigError(
                         f"{file}: tensor {name} has no place in this {_family(checkpoint)} model; "
                         "config.json and weights do not belong together"

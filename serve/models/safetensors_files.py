@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,16 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _open(file: Path) -> Iterator[Any]:
     """The opened file, once, with safetensors' complaints turned into ours."""
+def read_matching(
+    files: Iterable[Path], wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with these names; no others are read."""
+    for file in files:
+        for opened in _open(file):
+            for name in filter(wanted, opened.keys()):
+                yield name, opened.get_tensor(name)
+
+
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened

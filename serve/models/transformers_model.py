@@ -98,10 +98,18 @@ class _Step:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        kv, meta = self._ctx.kv[self._cache_index[layer]], self._ctx.attention
-        self._backend.write_kv(key, value, kv, meta.slot_mapping)
+        index, meta = self._cache_index[layer], self._ctx.attention
+        kv, kv_scales = self._ctx.kv[index], self._ctx.scales_of(index)
+        self._backend.write_kv(key, value, kv, meta.slot_mapping, kv_scales)
         return self._backend.attend(
-            query, kv, meta, scale=scale, window=window, softcap=softcap, sinks=sinks
+            query,
+            kv,
+            meta,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            kv_scales=kv_scales,
         )
 
 

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Report:
     wide_load_bytes: int  # read by a program's 16-byte load instructions, counted once each
     matrix_instructions: int
     kv_tile_bytes: int
+    seconds: float  # next to nothing if Triton finds it in its cache, which it keeps by source
 
 
 def compile_variant(variant: Variant, target: str) -> Report:
@@ -45,7 +47,9 @@ def compile_variant(variant: Variant, target: str) -> Report:
         "num_stages": variant.num_stages,
         "enable_fp_fusion": True,
     }
+    started = time.monotonic()
     compiled = triton.compile(variant.source(), target=gpu, options=options)
+    seconds = time.monotonic() - started
     spills, wide_loads, matrix = _nvidia(compiled) if backend == "cuda" else _amd(compiled)
     return Report(
         label=variant.label,
@@ -55,6 +59,7 @@ def compile_variant(variant: Variant, target: str) -> Report:
         wide_load_bytes=wide_loads * 16 * gpu.warp_size * variant.num_warps,
         matrix_instructions=matrix,
         kv_tile_bytes=variant.kv_tile_bytes,
+        seconds=round(seconds, 2),
     )
 
 

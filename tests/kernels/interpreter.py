@@ -12,12 +12,20 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+TORCH_DTYPES = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+BITS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
+
 
 @contextmanager
 def gpu_arithmetic() -> Iterator[None]:
-    """Round to bfloat16 as GPUs do, multiply bfloat16 matrices, let numbers overflow.
+    """Round to bfloat16 and e4m3 as GPUs do, multiply bfloat16 matrices, let numbers overflow.
 
-    Left alone, the interpreter cuts bfloat16 off instead of rounding, and its `tl.dot` multiplies
+    Left alone, the interpreter cuts both off instead of rounding, and its `tl.dot` multiplies
     the bit patterns as integers. Widening to fp32 loses nothing: a GPU's products are exact too.
     Triton 3.6 needs help, besides, to use its scalars as loop bounds with numpy 2.4.
     """
@@ -31,6 +39,9 @@ def gpu_arithmetic() -> Iterator[None]:
             return rounded.view(torch.uint16).numpy()
         if (source, target) == (tl.bfloat16, tl.float32):
             return data.astype(np.uint32) << 16
+        if tl.float8e4nv in (source, target):
+            numbers = torch.from_numpy(np.array(data)).view(TORCH_DTYPES[source])
+            return numbers.to(TORCH_DTYPES[target]).view(BITS[target.primitive_bitwidth]).numpy()
         return convert_float(data, source, target, rounding)
 
     def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:

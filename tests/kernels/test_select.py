@@ -145,3 +145,23 @@ def test_batch_invariance_never_falls_back_to_products_that_are_not(
 
     with pytest.raises(ConfigError, match=r"--batch-invariant: .*--attention-backend triton"):
         select_kernels("cuda", override, batch_invariant=True, **ANY)
+
+
+def test_the_cpu_kernels_refuse_an_eight_bit_cache_by_name_and_auto_takes_the_reference() -> None:
+    narrow = {**ANY, "cache_dtype": torch.float8_e4m3fn}
+
+    kernels, why = select_kernels("cpu", "auto", **narrow)
+
+    assert kernels.name == "reference"
+    assert "not in float8_e4m3fn (--kv-cache-dtype)" in why
+    with pytest.raises(ConfigError, match=r"the cpu kernels keep .* --attention-backend reference"):
+        select_kernels("cpu", "cpu", **narrow)
+
+
+def test_a_cache_in_the_models_own_dtype_is_no_extra_wish() -> None:
+    same = {**ANY, "cache_dtype": torch.float32}
+
+    assert (
+        select_kernels("cpu", "auto", **same)[0].name
+        == select_kernels("cpu", "auto", **ANY)[0].name
+    )

@@ -54,7 +54,7 @@ def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) ->
 def test_attention_reads_keys_and_values_in_16_byte_pieces(reports: list[dict[str, Any]]) -> None:
     attention = [report for report in reports if report["kv_tile_bytes"]]
 
-    assert len(attention) == 2
+    assert len(attention) == 4, "two kernels over two kinds of cache"
     for report in attention:
         assert report["wide_load_bytes"] >= report["kv_tile_bytes"], report
 
@@ -62,7 +62,7 @@ def test_attention_reads_keys_and_values_in_16_byte_pieces(reports: list[dict[st
 def test_matrix_products_run_on_tensor_cores(reports: list[dict[str, Any]]) -> None:
     products = [r for r in reports if r["kv_tile_bytes"] or r["label"].startswith("matmul")]
 
-    assert len(products) == 3
+    assert len(products) == 5
     for report in products:
         assert report["matrix_instructions"] > 0, report
 

@@ -13,6 +13,8 @@ from serve.kernels.triton.activation import gated_act_kernel
 from serve.kernels.triton.attention import ragged_attention_kernel
 from serve.kernels.triton.block_copy import block_copy_kernel
 from serve.kernels.triton.decode_attention import decode_attention_kernel, merge_pieces_kernel
+from serve.kernels.triton.fp8 import converts_e4m3
+from serve.kernels.triton.heads import prepare_heads_kernel
 from serve.kernels.triton.kv_write import kv_write_kernel
 from serve.kernels.triton.matmul import matmul_kernel
 from serve.kernels.triton.norm import add_rms_norm_kernel, rms_norm_kernel
@@ -21,8 +23,7 @@ from serve.kernels.triton.sampling import draw_kernel, penalize_kernel
 from serve.kernels.triton.tiles import Tile, load_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (8, 16, 32, 64)
+KERNELS = ("ragged", "decode")
 
 UNALIGNED = {"table_stride", "controls_stride"}
 """Integers of any value; all other strides are multiples of 16, and so are all pointers."""
@@ -52,24 +53,37 @@ class Variant:
 
 
 def default_variants(target: str) -> Iterator[Variant]:
-    """What a usual model compiles: bf16, heads of 128, blocks of 16, four query heads a KV head."""
-    yield attention("ragged", target, "bf16", 128)
-    yield attention("decode", target, "bf16", 128)
+    """What a usual model compiles: bf16, heads of 128, blocks of 16, four query heads a KV head,
+    and the same over an e4m3 cache."""
+    for kernel in KERNELS:
+        yield attention(kernel, target, "bf16", 128)
+        yield attention(kernel, target, "bf16", 128, e4m3=True)
     yield from small_kernels(target, "bf16")
+    yield from sampling_kernels()
 
 
 def all_variants(target: str) -> Iterator[Variant]:
-    """Every configuration of the tile table, and every switch of every kernel."""
-    for dtype in DTYPES:
+    """Every tile of the table and every switch of every kernel, each in one form at least.
+
+    A tile is chosen by kernel, width of the dtype and padded head size, so bf16 stands for fp16
+    where both were the same code; attention takes half a minute to compile.
+    """
+    yield from default_variants(target)
+    for dtype in ("fp16", "fp32"):
         yield from small_kernels(target, dtype)
-        for kernel in ("ragged", "decode"):
-            for head_dim in HEAD_DIMS:
-                yield attention(kernel, target, dtype, head_dim)
-    for kernel in ("ragged", "decode"):
-        for block_size in BLOCK_SIZES:
+    for kernel in KERNELS:
+        for head_dim in (64, 256):
+            yield attention(kernel, target, "bf16", head_dim)
+            yield attention(kernel, target, "bf16", head_dim, e4m3=True)
+        for head_dim in (64, 128, 256):
+            yield attention(kernel, target, "fp32", head_dim)
+        for head_dim in (80, 96):  # padded to 128
+            yield attention(kernel, target, "bf16", head_dim)
+        yield attention(kernel, target, "fp16", 128)
+        for block_size in (8, 64):  # a tile of many blocks, and a block of many tiles
             yield attention(kernel, target, "bf16", 128, block_size=block_size, group=1)
-        for switch in ("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"):
-            yield attention(kernel, target, "bf16", 128, **{switch: True})
+        everything = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+        yield attention(kernel, target, "bf16", 128, **everything)
     yield attention("ragged", target, "bf16", 128, ALWAYS_MASK=True)
     yield attention("decode", target, "bf16", 128, NUM_SPLITS=8)
 
@@ -82,6 +96,7 @@ def attention(
     *,
     block_size: int = 16,
     group: int = 4,
+    e4m3: bool = False,
     **switches: Any,
 ) -> Variant:
     """ "ragged" or "decode" attention with the target's own tile."""
@@ -96,21 +111,26 @@ def attention(
         "HAS_WINDOW": False,
         "HAS_SOFTCAP": False,
         "HAS_SINKS": False,
+        "HAS_SCALES": e4m3,
     }
     constants |= {"ALWAYS_MASK": False} if which == "ragged" else {"NUM_SPLITS": 1}
     constants |= switches
     piece = "fp32" if constants.get("NUM_SPLITS", 1) > 1 else dtype
     kernel = ragged_attention_kernel if which == "ragged" else decode_attention_kernel
     named = " ".join(f"{name}={value}" for name, value in switches.items())
+    cache = "e4m3" if e4m3 else dtype
+    item_size = 1 if e4m3 else DTYPES[dtype].itemsize
     return Variant(
-        f"{which} attention {dtype} head_dim={head_dim} block={block_size} group={group} {named}",
+        f"{which} attention {dtype} cache={cache} head_dim={head_dim} block={block_size} "
+        f"group={group} {named}",
         kernel,
         {
             **integers(kernel),
             "out_ptr": f"*{piece}",
             "piece_state_ptr": f"*{piece}",
             "query_ptr": f"*{dtype}",
-            "kv_ptr": f"*{dtype}",
+            "kv_ptr": f"*{e4m3_type(target) if e4m3 else dtype}",
+            "scales_ptr": "*fp32" if e4m3 else f"*{dtype}",
             "sinks_ptr": "*fp32" if constants["HAS_SINKS"] else f"*{dtype}",
             "query_start_ptr": "*i32",
             "seq_lens_ptr": "*i32",
@@ -122,15 +142,20 @@ def attention(
         constants,
         tile.num_warps,
         tile.num_stages,
-        kv_tile_bytes=2 * tile.tile_n * head_dim * DTYPES[dtype].itemsize,
+        kv_tile_bytes=2 * tile.tile_n * head_dim * item_size,
     )
+
+
+def e4m3_type(target: str) -> str:
+    """What an e4m3 cache is to a target's kernels."""
+    return "fp8e4nv" if converts_e4m3(target) else "u8"
 
 
 def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
     """Everything but attention, in an 8B Llama's sizes."""
     pointers = {f"{name}_ptr": f"*{dtype}" for name in (
         "out", "x", "weight", "bias", "total", "residual", "query", "key", "value", "kv",
-        "gate_up", "src", "dst",
+        "gate_up", "src", "dst", "heads",
     )}  # fmt: skip
     pointers |= {
         "slot_mapping_ptr": "*i64",
@@ -141,17 +166,27 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
         "pieces_ptr": "*fp32",
         "piece_state_ptr": "*fp32",
         "sinks_ptr": "*fp32",
+        "scales_ptr": "*fp32",
+        "query_norm_ptr": "*fp32",
+        "key_norm_ptr": "*fp32",
         "eps": "fp32",
         "kv_stride": "i64",
-        "src_half_stride": "i64",
-        "dst_half_stride": "i64",
+        "src_part_stride": "i64",
+        "dst_part_stride": "i64",
     }
 
     def variant(name: str, kernel: Any, num_warps: int, **constants: Any) -> Variant:
-        return Variant(f"{name} {dtype}", kernel, integers(kernel) | pointers, constants, num_warps)
+        types = integers(kernel) | pointers
+        if constants.get("HAS_SCALES"):
+            types["kv_ptr"] = f"*{e4m3_type(target)}"
+        return Variant(f"{name} {dtype}", kernel, types, constants, num_warps)
 
     head = {"HEAD_DIM": 128, "PADDED_DIM": 128}
-    yield variant("kv_write", kv_write_kernel, 1, **head, BLOCK_SIZE=16)
+    for e4m3 in (False, True):
+        cached = {**head, "BLOCK_SIZE": 16, "HAS_SCALES": e4m3}
+        yield variant(f"kv_write e4m3={e4m3}", kv_write_kernel, 1, **cached)
+        shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "HEADS": 4, "HAS_NORMS": e4m3}
+        yield variant(f"heads e4m3={e4m3}", prepare_heads_kernel, 2, **cached, **shape)
     yield variant("rms_norm", rms_norm_kernel, 8, N=4096, PADDED_N=4096)
     yield variant("add_rms_norm", add_rms_norm_kernel, 8, N=4096, PADDED_N=4096)
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "PADDED_HALF": 64, "HEADS": 8}
@@ -159,7 +194,6 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
     yield variant("gated_act", gated_act_kernel, 4, N=14336, COLUMNS=1024, GELU=False)
     yield variant("block_copy", block_copy_kernel, 4, BLOCK_ELEMENTS=16384, PIECE=4096)
     yield variant("merge", merge_pieces_kernel, 4, **head, NUM_SPLITS=32, HAS_SINKS=True)
-    yield from sampling_kernels()
     tile = load_tiles(target).matmul(DTYPES[dtype])
     yield Variant(
         f"matmul {dtype}",

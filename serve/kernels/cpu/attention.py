@@ -30,7 +30,15 @@ class CpuAttention:
     ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_dim)
 
-    def write_kv(self, key: Tensor, value: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv: Tensor,
+        slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
+    ) -> None:
+        assert kv_scales is None, "not among the cache dtypes of `limits`"
         key, value = _heads_side_by_side(key), _heads_side_by_side(value)
         assert slot_mapping.dtype is torch.int64
         assert slot_mapping.is_contiguous()
@@ -49,7 +57,9 @@ class CpuAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
+        assert kv_scales is None, "not among the cache dtypes of `limits`"
         query = _heads_side_by_side(query)
         num_heads = query.shape[1]
         if sinks is not None:

@@ -30,14 +30,16 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
         tile = tiles.matmul(weight.dtype)
         return partial(invariant_linear, weight=weight, bias=bias, tile=tile)
 
+    attention = TritonAttention(tiles, batch_invariant=batch_invariant)
     return Kernels(
         name="triton",
-        attention=TritonAttention(tiles, batch_invariant=batch_invariant),
+        attention=attention,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary=rotary,
         gated_act=gated_act,
         pack_linear=pack_invariant if batch_invariant else reference.pack_linear,
         copy_blocks=copy_blocks,
+        prepare_heads=attention.prepare_heads,
         sampling=SamplingKernels(draw, penalize),
     )

@@ -11,6 +11,7 @@ from serve.kernels.base import AttentionMetadata
 
 HEAD_DIMS = tuple(range(16, 257, 8))
 BLOCK_SIZES = (8, 16, 32, 64)
+E4M3 = (torch.float8_e4m3fn, torch.uint8)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,6 +24,7 @@ class AttentionArguments:
     query_start_loc: Tensor  # [R+1] int32
     seq_lens: Tensor  # [R] int32
     block_table: Tensor  # [R, max_blocks] int32
+    kv_scales: Tensor | None  # [2, num_kv_heads] fp32, of an e4m3 cache
     sinks: Tensor | None  # [num_heads]
     scale: float
     window: int | None
@@ -31,10 +33,10 @@ class AttentionArguments:
     def __post_init__(self) -> None:
         query, kv, rows = self.query, self.kv, self.seq_lens.shape[0]
         assert query.dtype in DTYPES, query.dtype
-        assert kv.dtype == query.dtype, (query.dtype, kv.dtype)
         assert query.ndim == 3, query.shape
         assert query.stride(2) == 1, query.stride()
-        check_cache(kv, query.shape[2])
+        check_cache(kv, query.shape[2], self.kv_scales)
+        assert self.kv_scales is not None or kv.dtype == query.dtype, (query.dtype, kv.dtype)
         assert query.shape[1] % self.num_kv_heads == 0, (query.shape, kv.shape)
         assert self.query_start_loc.shape == (rows + 1,), self.query_start_loc.shape
         assert self.block_table.shape[:-1] == (rows,), (self.block_table.shape, rows)
@@ -58,6 +60,7 @@ class AttentionArguments:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        kv_scales: Tensor | None = None,
     ) -> AttentionArguments:
         """The call described by a step's metadata."""
         return cls(
@@ -66,6 +69,7 @@ class AttentionArguments:
             meta.query_start_loc,
             meta.seq_lens,
             meta.block_table,
+            kv_scales,
             sinks,
             scale,
             window,
@@ -90,10 +94,16 @@ class AttentionArguments:
         return self.query.shape[2]
 
 
-def check_cache(kv: Tensor, head_dim: int) -> None:
-    """A layer's cache as `TritonAttention.kv_shape` lays it out; its two halves may lie apart."""
+def check_cache(kv: Tensor, head_dim: int, kv_scales: Tensor | None) -> None:
+    """A layer's cache as `TritonAttention.kv_shape` lays it out; its two halves may lie apart.
+    It has scales if it is e4m3, or the bytes of it, and only then."""
     assert kv.ndim == 5, kv.shape
     assert (kv.shape[0], kv.shape[4]) == (2, head_dim), (kv.shape, head_dim)
     assert head_dim in HEAD_DIMS, f"head_dim {head_dim} is not a multiple of 8 in 16…256"
     assert kv.shape[3] in BLOCK_SIZES, f"block size {kv.shape[3]} is not one of {BLOCK_SIZES}"
     assert kv[0, 0].is_contiguous(), kv.stride()
+    assert (kv.dtype in E4M3) == (kv_scales is not None), kv.dtype
+    if kv_scales is not None:
+        assert kv_scales.shape == (2, kv.shape[2]), (kv_scales.shape, kv.shape)
+        assert kv_scales.dtype == torch.float32, kv_scales.dtype
+        assert kv_scales.is_contiguous(), kv_scales.stride()

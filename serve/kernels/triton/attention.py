@@ -2,7 +2,8 @@
 
 Shapes   query, out [T, num_heads, D]; kv [2, num_blocks, num_kv_heads, block_size, D];
          query_start_loc [R+1], seq_lens [R], block_table [R, max_blocks] int32; sinks [num_heads].
-Dtypes   fp32, fp16, bf16; the query's and the cache's are the same; softmax and sums in fp32.
+Dtypes   fp32, fp16, bf16; the cache has the query's, or e4m3 with scales [2, num_kv_heads] fp32
+         (fp8.py); softmax and sums in fp32.
 Tile     One program owns BLOCK_M rows = (BLOCK_M // G) tokens x the G query heads of one KV head,
          so that each key is read once per group and not once per head; it walks the visible keys
          TILE_N at a time, whatever the block size is.
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve.kernels.triton.arguments import AttentionArguments
-from serve.kernels.triton.online_softmax import LOG2_E, LOWEST, attend_keys, normalise
+from serve.kernels.triton.online_softmax import attend_keys, begin_rows, finish_rows
 from serve.kernels.triton.tiles import Tile
 
 
@@ -33,6 +34,7 @@ def ragged_attention_kernel(
     out_ptr,
     query_ptr,
     kv_ptr,
+    scales_ptr,
     sinks_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -57,6 +59,7 @@ def ragged_attention_kernel(
     HAS_WINDOW: tl.constexpr,  # Mistral, Gemma
     HAS_SOFTCAP: tl.constexpr,  # Gemma 2
     HAS_SINKS: tl.constexpr,  # gpt-oss
+    HAS_SCALES: tl.constexpr,  # an e4m3 cache
     ALWAYS_MASK: tl.constexpr,  # batch-invariant mode: one code path for every tile
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -86,12 +89,13 @@ def ragged_attention_kernel(
     rows = tl.arange(0, BLOCK_M)
     token = first_query + rows // GROUP
     head = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, PADDED_DIM)
     live = (rows < BLOCK_Q * GROUP) & (token < query_len)
-    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     token_index = (query_start + token).to(tl.int64)
-    query_offsets = token_index * query_stride + head * query_head_stride
-    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    query, accumulator, row_max, row_sum, scale_log2 = begin_rows(
+        query_ptr, scales_ptr, token_index, head, kv_head, live,
+        query_stride, query_head_stride, scale_log2,
+        BLOCK_M, HEAD_DIM, PADDED_DIM, HAS_SCALES,
+    )  # fmt: skip
 
     first_pos = context_len + first_query
     last_pos = tl.minimum(first_pos + BLOCK_Q, seq_len) - 1
@@ -106,9 +110,6 @@ def ragged_attention_kernel(
 
     key_ptr = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_stride
-    accumulator = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not (HAS_WINDOW or ALWAYS_MASK):
         accumulator, row_max, row_sum = attend_keys(
             query, context_len + token, accumulator, row_max, row_sum,
@@ -125,12 +126,13 @@ def ragged_attention_kernel(
         HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
 
-    sink = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
-    result = normalise(accumulator, row_max, row_sum, sink, HAS_SINKS)
+    result = finish_rows(accumulator, row_max, row_sum, sinks_ptr, head, live, HAS_SINKS)
+    if HAS_SCALES:
+        result *= tl.load(scales_ptr + tl.num_programs(1) + kv_head)
+    dims = tl.arange(0, PADDED_DIM)
     out_offsets = token_index * out_stride + head * HEAD_DIM
     out_ptrs = out_ptr + out_offsets[:, None] + dims[None, :]
+    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -146,6 +148,7 @@ def ragged_attention(
         out,
         a.query,
         a.kv,
+        a.kv_scales if a.kv_scales is not None else a.query,
         a.sinks if a.sinks is not None else a.query,
         a.query_start_loc,
         a.seq_lens,
@@ -170,6 +173,7 @@ def ragged_attention(
         HAS_WINDOW=a.window is not None,
         HAS_SOFTCAP=a.softcap is not None,
         HAS_SINKS=a.sinks is not None,
+        HAS_SCALES=a.kv_scales is not None,
         ALWAYS_MASK=always_mask,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

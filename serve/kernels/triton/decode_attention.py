@@ -7,7 +7,7 @@ the loop over keys does anyway.
 
 Shapes   as in attention.py, for the first `num_rows` requests, which have one token each; partial
          results [num_rows, num_heads, S, D] and [num_rows, num_heads, S, 2] fp32.
-Dtypes   fp32, fp16, bf16; partial results fp32.
+Dtypes   fp32, fp16, bf16, and e4m3 for the cache, as in attention.py; partial results fp32.
 Grid     [num_kv_heads, num_rows, S], then [num_rows, num_heads] to merge (S > 1).
 Bytes    each visible key and value once: 2 * num_kv_heads * D elements per position; merging moves
          8 * num_rows * num_heads * S * D bytes more.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata
 from serve.kernels.triton.arguments import AttentionArguments
-from serve.kernels.triton.online_softmax import LOG2_E, LOWEST, attend_keys, normalise
+from serve.kernels.triton.online_softmax import LOG2_E, attend_keys, begin_rows, finish_rows
 from serve.kernels.triton.tiles import Tile
 
 MAX_SPLITS = 64
@@ -83,6 +83,7 @@ def decode_attention_kernel(
     piece_state_ptr,  # the pieces' maxima and sums; unused if NUM_SPLITS is 1
     query_ptr,
     kv_ptr,
+    scales_ptr,
     sinks_ptr,
     seq_lens_ptr,
     table_ptr,
@@ -105,6 +106,7 @@ def decode_attention_kernel(
     HAS_WINDOW: tl.constexpr,  # Mistral, Gemma
     HAS_SOFTCAP: tl.constexpr,  # Gemma 2
     HAS_SINKS: tl.constexpr,  # gpt-oss
+    HAS_SCALES: tl.constexpr,  # an e4m3 cache
 ):
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
@@ -121,37 +123,36 @@ def decode_attention_kernel(
 
     group_row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + group_row
-    dims = tl.arange(0, PADDED_DIM)
     live = group_row < GROUP
-    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     token = row.to(tl.int64)
-    query_offsets = token * query_stride + head * query_head_stride
-    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    query, accumulator, row_max, row_sum, scale_log2 = begin_rows(
+        query_ptr, scales_ptr, token, head, kv_head, live,
+        query_stride, query_head_stride, scale_log2,
+        BLOCK_M, HEAD_DIM, PADDED_DIM, HAS_SCALES,
+    )  # fmt: skip
 
     key_ptr = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     accumulator, row_max, row_sum = attend_keys(
-        query, tl.full([BLOCK_M], last_pos, tl.int32),
-        tl.zeros([BLOCK_M, PADDED_DIM], tl.float32),
-        tl.full([BLOCK_M], LOWEST, tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
+        query, tl.full([BLOCK_M], last_pos, tl.int32), accumulator, row_max, row_sum,
         key_ptr, key_ptr + kv_stride, table_ptr + token * table_stride,
         start, end, first_readable,
         block_stride, scale_log2, softcap, window,
         HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
 
+    if HAS_SCALES:
+        accumulator *= tl.load(scales_ptr + tl.num_programs(0) + kv_head)
     if NUM_SPLITS == 1:
-        sink = tl.zeros([BLOCK_M], tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
-        accumulator = normalise(accumulator, row_max, row_sum, sink, HAS_SINKS)
+        accumulator = finish_rows(accumulator, row_max, row_sum, sinks_ptr, head, live, HAS_SINKS)
         out_offsets = token * out_stride + head * HEAD_DIM
     else:
         piece = (token * (tl.num_programs(0) * GROUP) + head) * NUM_SPLITS + split
         tl.store(piece_state_ptr + piece * 2, row_max, mask=live)
         tl.store(piece_state_ptr + piece * 2 + 1, row_sum, mask=live)
         out_offsets = piece * HEAD_DIM
+    dims = tl.arange(0, PADDED_DIM)
     out_ptrs = out_ptr + out_offsets[:, None] + dims[None, :]
+    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out_ptrs, accumulator.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -207,6 +208,7 @@ def decode_attention(
         state,
         a.query,
         a.kv,
+        a.kv_scales if a.kv_scales is not None else a.query,
         sinks,
         a.seq_lens,
         a.block_table,
@@ -229,6 +231,7 @@ def decode_attention(
         HAS_WINDOW=a.window is not None,
         HAS_SOFTCAP=a.softcap is not None,
         HAS_SINKS=a.sinks is not None,
+        HAS_SCALES=a.kv_scales is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

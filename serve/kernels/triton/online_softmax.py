@@ -1,4 +1,4 @@
-"""The attention inner loop, shared by the ragged and the split-KV kernel.
+"""What the ragged and the split-KV kernel share: how rows begin, fold in keys, and end.
 
 Device functions only: they are inlined into the kernels that call them. Scores are kept in base 2
 (`scale_log2` = scale * log2 e), because exp2 is one instruction.
@@ -10,9 +10,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.fp8 import widen
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
 """Starting maximum: finite, so that a row with nothing visible yet never computes inf - inf."""
+
+
+@triton.jit
+def begin_rows(
+    query_ptr,
+    scales_ptr,
+    token,  # [M] int64, or one for all rows: index among the step's tokens
+    head,  # [M] query head of each row
+    kv_head,
+    live,  # [M] which rows are no padding
+    query_stride,
+    query_head_stride,
+    scale_log2,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """(query [M, D], accumulator [M, D], row_max [M], row_sum [M], scale_log2 for these keys)."""
+    dims = tl.arange(0, PADDED_DIM)
+    offsets = token * query_stride + head * query_head_stride
+    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+    query = tl.load(query_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    if HAS_SCALES:
+        scale_log2 *= tl.load(scales_ptr + kv_head)
+    accumulator = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    return query, accumulator, row_max, tl.zeros([BLOCK_M], tl.float32), scale_log2
 
 
 @triton.jit
@@ -49,8 +79,8 @@ def attend_keys(
         slots = block_ids.to(tl.int64) * block_stride + (key_pos % BLOCK_SIZE) * HEAD_DIM
         offsets = slots[:, None] + dims[None, :]
         mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(key_ptr + offsets, mask=mask, other=0.0).to(query.dtype)
-        value = tl.load(value_ptr + offsets, mask=mask, other=0.0).to(query.dtype)
+        key = widen(tl.load(key_ptr + offsets, mask=mask, other=0.0), query)
+        value = widen(tl.load(value_ptr + offsets, mask=mask, other=0.0), query)
 
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
         if HAS_SOFTCAP:
@@ -82,14 +112,23 @@ def soft_cap(scores, cap):
 
 
 @triton.jit
-def normalise(accumulator, row_max, row_sum, sink_log2, HAS_SINKS: tl.constexpr):
+def finish_rows(
+    accumulator,
+    row_max,
+    row_sum,
+    sinks_ptr,
+    head,
+    live,
+    HAS_SINKS: tl.constexpr,
+):
     """Divide by the softmax denominator, to which a sink adds one term that has no value vector.
 
     A row that saw nothing (padding) gives zeros.
     """
     if HAS_SINKS:
-        new_max = tl.maximum(row_max, sink_log2)
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+        new_max = tl.maximum(row_max, sink)
         shrink = tl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + tl.exp2(sink_log2 - new_max)
+        row_sum = row_sum * shrink + tl.exp2(sink - new_max)
         accumulator = accumulator * shrink[:, None]
     return accumulator / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

@@ -206,8 +206,8 @@ def penalize_kernel(
     tl.store(logit_ptrs, logit, mask=mask)
 
 
-def draw(logits: Tensor, controls: Tensor, keys: Tensor) -> Tensor:
-    """One token per row, after temperature, min_p, top_k and top_p, in this order.
+def draw(logits: Tensor, controls: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
+    """One token per row, after temperature, min_p, top_k and top_p, in this order; in `out` or new.
 
     Temperature 0 takes the most likely token. top_k >= V, top_p >= 1 and min_p 0 are off. Tokens
     as likely as the last one within top_k or top_p are within, too. Nothing comes back to the host.
@@ -220,10 +220,14 @@ def draw(logits: Tensor, controls: Tensor, keys: Tensor) -> Tensor:
     assert keys.shape == (num_rows, 2), (keys.shape, logits.shape)
     assert keys.dtype == torch.int32, keys.dtype
     assert keys.is_contiguous(), keys.stride()
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    assert out.shape == (num_rows,), (out.shape, num_rows)
+    assert out.dtype == torch.int64, out.dtype
+    assert out.is_contiguous(), out.stride()
     if num_rows:
         draw_kernel[(num_rows,)](
-            token_ids,
+            out,
             logits,
             controls,
             keys,
@@ -233,7 +237,7 @@ def draw(logits: Tensor, controls: Tensor, keys: Tensor) -> Tensor:
             TILE=_TILE,
             num_warps=8,
         )
-    return token_ids
+    return out
 
 
 def penalize(logits: Tensor, controls: Tensor, generated: Tensor, in_prompt: Tensor) -> None:
