@@ -96,6 +96,11 @@ class CacheConfig:
     """Exact size of the KV pool in bytes (2GiB works too); default: what the device leaves."""
     num_gpu_blocks_override: int | None = None
     """Exact number of usable KV blocks."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    """Keys and values in the cache: as the model computes them, or in eight bits (fp8 is e4m3), for
+    twice the tokens and half the reading; needs the triton or the reference kernels."""
+    calculate_kv_scales: bool = False
+    """With fp8, measure a scale for every KV head at start, where the checkpoint has none."""
     swap_space: float = 4.0
     """Host memory for swapped-out requests, in GiB; used when the preemption mode can swap."""
     enable_prefix_caching: bool = True
@@ -117,6 +122,13 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What runs in a step."""
+        narrow = self.kv_cache_dtype != "auto"
+        _require(
+            narrow or not self.calculate_kv_scales,
+            "calculate-kv-scales",
+            self.calculate_kv_scales,
+            "used together with --kv-cache-dtype fp8",
+        )
 
     max_num_seqs: int = 256
     """Most requests running at once."""

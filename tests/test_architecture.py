@@ -181,9 +181,9 @@ def test_torch_stays_out_of_the_scheduler_and_the_logical_cache() -> None:
         assert "torch" not in {name.split(".")[0] for name in imports(tree)}, module
 
 
-def test_only_the_device_and_the_graphs_know_cuda() -> None:
+def test_only_the_cuda_device_knows_cuda() -> None:
     for module, tree in MODULES.items():
-        if module not in {"worker.device", "worker.graphs"} and part_of(module) != "kernels":
+        if module != "worker.cuda_device" and part_of(module) != "kernels":
             known = [*imports(tree), *attribute_chains(tree)]
             assert not [name for name in known if name.startswith("torch.cuda")], module
 

@@ -126,10 +126,10 @@ def _norm_sizes(spec: DecoderSpec) -> dict[str, int]:
 
 
 def fill_randomly(parameters: DecoderParameters, spec: DecoderSpec, seed: int) -> None:
-    """Small random weights and neutral norms, the same for the same seed and spec."""
-    generator = torch.Generator().manual_seed(seed)
+    """Small random weights and neutral norms, the same for the same seed, spec and device."""
+    generator = torch.Generator(parameters.embedding.device).manual_seed(seed)
     for name, target in parameters.by_name().items():
         if name.endswith("norm.weight"):
             target.fill_(1.0 - spec.norm_offset)
         else:
-            target.copy_(torch.randn(target.shape, generator=generator) * 0.02)
+            target.normal_(0.0, 0.02, generator=generator)  # there: a host needs minutes for 8e9

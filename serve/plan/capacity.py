@@ -16,6 +16,7 @@ from serve.plan.settings import PlanConfig
 from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.device import cpu_pool_bytes, find_device, gpu_token_budget
+from serve.worker.kv_precision import cache_dtype
 
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)  # context, libraries' workspaces: what torch does not hold
 _SAMPLING_COPIES = 4  # of the logits in fp32: as computed, edited, probabilities, sorted or masked
@@ -81,7 +82,7 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
     share = config.cache.gpu_memory_utilization if device == "cuda" else 1.0
     usable = int(memory * share)
     left = usable - footprint.weight_bytes - context - step
-    block = footprint.block_bytes(config.cache.block_size, dtype)
+    block = footprint.block_bytes(config.cache.block_size, cache_dtype(config.cache, dtype))
     cache = None
     if left >= 2 * block:
         cache = size_cache(

@@ -1,7 +1,7 @@
 """Device: what differs between serving on a CPU and on a CUDA GPU, behind one protocol.
 
-Memory, number formats, and how tensors move between host and device. The only file that touches
-torch.cuda (with graphs.py); everything else asks the Device it was given.
+Memory, number formats, and how tensors move between host and device. Here are the protocol and the
+CPU; torch.cuda is touched in cuda_device.py only, and everything else asks the Device it was given.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from serve.config import DeviceConfig
 from serve.errors import ConfigError
 from serve.worker import host_memory
+from serve.worker.uploads import SharedMemory, Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,16 @@ class PendingCopy(Protocol):
 
     def wait(self) -> Tensor:
         """The tensor in host memory, once it is complete."""
+
+
+class Mark(Protocol):
+    """A place in the order of a device's work."""
+
+    def set(self) -> None:
+        """Here: after all work given so far, and no longer where it was before."""
+
+    def wait(self) -> None:
+        """Wait until the device has come past the mark; at once if it was never set."""
 
 
 class CapturedWork(Protocol):
@@ -98,6 +109,12 @@ class Device(Protocol):
     def graph_recorder(self) -> GraphRecorder | None:
         """Records graphs of device work; None where launching work costs nothing to speak of."""
 
+    def make_mark(self) -> Mark:
+        """A mark, not set yet."""
+
+    def uploads(self, num_bytes: int) -> Uploads:
+        """A way for the numbers of each step to the device, for so many bytes a step."""
+
     def to_device(self, host: Tensor) -> Tensor:
         """A host tensor's contents on the device; it may be the same memory. Do not change `host`
         afterwards."""
@@ -114,7 +131,9 @@ class Device(Protocol):
 
 def find_device(config: DeviceConfig) -> Device:
     """The device that `--device` names; auto prefers CUDA. Raises ConfigError."""
-    has_cuda = torch.cuda.is_available()
+    from serve.worker import cuda_device  # which needs the protocols of this module
+
+    has_cuda = cuda_device.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError(
             "--device cuda: this machine has no CUDA device that torch can use. "
@@ -122,7 +141,7 @@ def find_device(config: DeviceConfig) -> Device:
         )
     if config.device == "cpu" or not has_cuda:
         return CpuDevice(config.cpu_threads)
-    return CudaDevice()
+    return cuda_device.CudaDevice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +152,16 @@ class _Done:
 
     def wait(self) -> Tensor:
         return self.tensor
+
+
+class _Past:
+    """A mark where nothing is ever under way."""
+
+    def set(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
 
 
 class CpuDevice:
@@ -186,11 +215,17 @@ class CpuDevice:
     def graph_recorder(self) -> None:
         return None
 
+    def make_mark(self) -> Mark:
+        return _Past()
+
+    def uploads(self, num_bytes: int) -> Uploads:
+        return SharedMemory()
+
     def to_device(self, host: Tensor) -> Tensor:
         return host
 
     def to_host(self, tensor: Tensor) -> PendingCopy:
-        return _Done(tensor)
+        return _Done(tensor.clone())  # the next step may write into the same memory
 
     def allocate_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # numpy leaves zeroing to the kernel, page by page at first use, and asks for huge pages: a
@@ -200,114 +235,3 @@ class CpuDevice:
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
-
-
-class _CudaCopy:
-    """A copy into pinned memory, complete when its event has passed."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._host.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-
-    def wait(self) -> Tensor:
-        self._copied.synchronize()
-        return self._host
-
-
-class _CudaGraphRecorder:
-    """Records CUDA graphs that share one memory pool: only one of them runs at a time."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, work: Callable[[], Tensor]) -> tuple[CapturedWork, Tensor]:
-        # A first run on a side stream compiles kernels and creates libraries' workspaces, neither
-        # of which may happen while recording.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        self._device.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
-        return graph, result
-
-    def free_bytes(self) -> int:
-        return self._device.free_bytes()
-
-
-class CudaDevice:
-    """One NVIDIA GPU; work is queued on its current stream."""
-
-    name = "cuda"
-
-    def __init__(self) -> None:
-        self.num_threads: int | None = None
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._properties = torch.cuda.get_device_properties(self.torch_device)
-        self.default_token_budget = gpu_token_budget(self._properties.total_memory)
-
-    def describe(self) -> str:
-        free, total = self.free_bytes() / GIB, self._properties.total_memory / GIB
-        return f"cuda ({self._properties.name}, {free:.1f} of {total:.1f} GiB free)"
-
-    def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        named = {
-            "auto": checkpoint_dtype,
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-        }
-        dtype = named[wanted]
-        if dtype is not torch.bfloat16 or self._properties.major >= 8:
-            return dtype
-        if wanted == "bfloat16":
-            raise ConfigError(
-                f"--dtype bfloat16: {self._properties.name} has no bfloat16 arithmetic (compute "
-                "capability 8.0 is needed). Use --dtype float16 or float32."
-            )
-        logger.info("this GPU has no bfloat16 arithmetic; serving in float16")
-        return torch.float16
-
-    def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free
-
-    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        run_largest_step()
-        self.synchronize()
-        peak = torch.cuda.max_memory_allocated(self.torch_device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        # What torch does not hold: the CUDA context, libraries' workspaces, other processes.
-        outside = total - free - torch.cuda.memory_reserved(self.torch_device)
-        return int(total * share) - peak - outside
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def release_unused(self) -> None:
-        torch.cuda.empty_cache()
-
-    def graph_recorder(self) -> GraphRecorder:
-        return _CudaGraphRecorder(self)
-
-    def to_device(self, host: Tensor) -> Tensor:
-        # torch keeps the pinned copy alive until the stream has read it.
-        return host.pin_memory().to(self.torch_device, non_blocking=True)
-
-    def to_host(self, tensor: Tensor) -> PendingCopy:
-        return _CudaCopy(tensor)
-
-    def allocate_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
-
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)

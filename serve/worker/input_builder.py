@@ -1,7 +1,7 @@
 """InputBuilder: a step's plan and the rows → the tensors of a forward pass.
 
-Everything is computed in host memory with a few array operations and sent in two pieces, one of
-64-bit and one of 32-bit numbers: many small copies to a device would cost more than the work.
+Everything is computed in host memory with a few array operations and sent in one piece: many small
+copies to a device would cost more than the work.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata
 from serve.scheduler.output import ScheduledRequest
-from serve.worker.device import Device
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampling_columns import Rows
+from serve.worker.uploads import Uploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,11 @@ class _Layout:
 class InputBuilder:
     """Reads the rows and changes nothing."""
 
-    def __init__(self, rows: RequestRows, block_size: int, device: Device) -> None:
+    def __init__(self, rows: RequestRows, block_size: int, uploads: Uploads) -> None:
         self._rows = rows
         self._block_size = block_size
-        self._device = device
+        self._uploads = uploads
+        self._newest = torch.empty_like(rows.last_token)  # gathered for one step
 
     def build(self, scheduled: Sequence[ScheduledRequest]) -> ModelInput:
         """The tensors for these shares of a step, which must not be none."""
@@ -79,21 +79,56 @@ class InputBuilder:
         rows, seq_lens, ends = layout.rows, layout.seq_lens, layout.ends
         positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, layout.query_lens)
         token_rows = np.repeat(rows, layout.query_lens)
-        slots = self._slots(token_rows, positions)
-        prompt_lens = self._rows.columns.num_prompt_tokens[token_rows]
         known, in_flight = _token_ids(layout.entries)
         sampling = np.flatnonzero([e.samples for e in layout.entries])
+        max_seq_len = int(seq_lens.max())
+        num_columns = -(-max_seq_len // self._block_size)
 
-        token_ids, positions_, slots_, prompt_lens_, last_tokens, sample_rows = self._send(
-            (known, positions, slots, prompt_lens, ends[sampling] - 1, rows[sampling])
+        (
+            token_ids,
+            sent_positions,
+            slots,
+            prompt_lens,
+            last_tokens,
+            sample_rows,
+            unknown,
+            unknown_rows,
+            query_start_loc,
+            sent_seq_lens,
+            block_table,
+        ) = self._uploads.send(
+            known,
+            positions,
+            self._slots(token_rows, positions),
+            self._rows.columns.num_prompt_tokens[token_rows],
+            ends[sampling] - 1,
+            rows[sampling],
+            in_flight,
+            token_rows[in_flight],
+            np.concatenate(([0], ends), dtype=np.int32),
+            seq_lens.astype(np.int32),
+            self._rows.block_table[rows, :num_columns],
         )
-        if in_flight:
-            self._fill_in_flight(token_ids, in_flight, token_rows[in_flight])
+        if in_flight.size:
+            # Tokens the host does not know yet, from where the step before leaves them.
+            newest = self._newest[: in_flight.size]
+            torch.index_select(self._rows.last_token, 0, unknown_rows, out=newest)
+            token_ids.index_copy_(0, unknown, newest)
         return ModelInput(
             token_ids=token_ids,
-            positions=positions_,
-            prompt_lens=prompt_lens_,
-            attention=self._attention(layout, slots_),
+            positions=sent_positions,
+            prompt_lens=prompt_lens,
+            attention=AttentionMetadata(
+                query_start_loc=query_start_loc,
+                seq_lens=sent_seq_lens,
+                block_table=block_table,
+                slot_mapping=slots,
+                num_decode_rows=int(np.count_nonzero(layout.query_lens == 1)),
+                max_query_len=int(layout.query_lens.max()),
+                max_seq_len=max_seq_len,
+                query_lens_host=layout.query_lens.tolist(),
+                seq_lens_host=seq_lens.tolist(),
+            ),
             sample=SampleInput(
                 request_ids=[layout.entries[i].request_id for i in sampling.tolist()],
                 rows=rows[sampling],
@@ -119,34 +154,10 @@ class InputBuilder:
             ends=query_lens.cumsum(),
         )
 
-    def _attention(self, layout: _Layout, slots: Tensor) -> AttentionMetadata:
-        max_seq_len = int(layout.seq_lens.max())
-        num_columns = -(-max_seq_len // self._block_size)
-        table = self._rows.block_table[layout.rows, :num_columns]
-        query_start_loc, seq_lens, flat_table = self._send(
-            (np.concatenate(([0], layout.ends)), layout.seq_lens, table.ravel()), np.int32
-        )
-        return AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=flat_table.view(table.shape),
-            slot_mapping=slots,
-            num_decode_rows=int(np.count_nonzero(layout.query_lens == 1)),
-            max_query_len=int(layout.query_lens.max()),
-            max_seq_len=max_seq_len,
-            query_lens_host=layout.query_lens.tolist(),
-            seq_lens_host=layout.seq_lens.tolist(),
-        )
-
     def _slots(self, rows: Rows, positions: Rows) -> Rows:
         """[T] rows and positions → where each token's K/V goes."""
         blocks, offsets = np.divmod(positions, self._block_size)
         return self._rows.block_table[rows, blocks] * np.int64(self._block_size) + offsets
-
-    def _fill_in_flight(self, token_ids: Tensor, places: list[int], rows: Rows) -> None:
-        """Take tokens the host does not know yet from where the step before leaves them."""
-        places_, rows_ = self._send((np.array(places), rows))
-        token_ids[places_] = self._rows.last_token[rows_]
 
     def _prompt_scores(self, layout: _Layout) -> list[PromptScoreInput]:
         prompts, found = self._rows.prompts_to_score, []
@@ -165,15 +176,8 @@ class InputBuilder:
                 )
         return found
 
-    def _send(
-        self, arrays: Sequence[npt.NDArray[np.integer]], dtype: type[np.integer] = np.int64
-    ) -> Sequence[Tensor]:
-        """One-dimensional arrays to the device, in one copy."""
-        packed = torch.from_numpy(np.concatenate(arrays, dtype=dtype))
-        return torch.split(self._device.to_device(packed), [array.size for array in arrays])
 
-
-def _token_ids(entries: Sequence[ScheduledRequest]) -> tuple[Rows, list[int]]:
+def _token_ids(entries: Sequence[ScheduledRequest]) -> tuple[Rows, Rows]:
     """The step's token ids, and which of them are not known yet (0 there)."""
     token_ids: list[int] = []
     in_flight = []
@@ -182,4 +186,4 @@ def _token_ids(entries: Sequence[ScheduledRequest]) -> tuple[Rows, list[int]]:
         if len(entry.token_ids) < entry.num_tokens:
             in_flight.append(len(token_ids))
             token_ids.append(0)
-    return np.array(token_ids, dtype=np.int64), in_flight
+    return np.array(token_ids, dtype=np.int64), np.array(in_flight, dtype=np.int64)

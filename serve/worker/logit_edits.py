@@ -15,7 +15,6 @@ from torch import Tensor
 
 from serve.kernels.base import SamplingKernels
 from serve.sampling_params import SamplingParams
-from serve.worker.device import Device
 from serve.worker.sampling_columns import (
     PENALTIES,
     Rows,
@@ -23,6 +22,7 @@ from serve.worker.sampling_columns import (
     Wish,
 )
 from serve.worker.token_memory import LastTokens, TokenCounts
+from serve.worker.uploads import Uploads
 
 BANNED = torch.finfo(torch.float32).min
 """Finite, so that a banned token still beats tokens that are not allowed at all (-inf)."""
@@ -38,7 +38,7 @@ class LogitEditor:
         columns: SamplingColumns,
         counts: TokenCounts,
         last_tokens: LastTokens,
-        device: Device,
+        uploads: Uploads,
         kernels: SamplingKernels | None = None,
     ) -> None:
         """`kernels`: the device's own penalties, equal to those here."""
@@ -46,7 +46,7 @@ class LogitEditor:
         self._columns = columns
         self._counts = counts
         self._last_tokens = last_tokens
-        self._device = device
+        self._uploads = uploads
 
     def apply(self, logits: Tensor, rows: Rows, positions: npt.NDArray[np.int64]) -> None:
         """Edit logits [S, vocab] in place. positions [S]: where the new token will stand."""
@@ -149,7 +149,8 @@ class LogitEditor:
         return 0 <= token_id < self._columns.vocab_size
 
     def _send(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return self._device.to_device(torch.from_numpy(array))
+        (sent,) = self._uploads.send(array)
+        return sent
 
 
 def longest_start(words: Sequence[Sequence[int]]) -> int:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from serve.kernels.base import LogprobTensors
 from serve.messages import TokenLogprobs
 from serve.worker.device import Device, PendingCopy
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """Scores of L tokens."""
-
-    token_ids: Tensor  # [L] int64
-    logprobs: Tensor  # [L] fp32
-    ranks: Tensor  # [L] int64, 1 = most likely
-    top_token_ids: Tensor  # [L, n] int64
-    top_logprobs: Tensor  # [L, n] fp32
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:

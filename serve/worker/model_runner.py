@@ -23,12 +23,16 @@ from serve.worker.device import Device, PendingCopy
 from serve.worker.graphs import DecodeGraphs
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
 from serve.worker.logit_edits import LogitEditor
-from serve.worker.logprobs import LogprobTensors, PendingLogprobs, concatenate, score
+from serve.worker.logprobs import LogprobTensors, PendingLogprobs, concatenate
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampler import LogprobsMode, Sampler
+from serve.worker.uploads import Uploads
 
 _SCORE_ELEMENTS = 2**23
 """Most logits held at once while scoring prompts: 32 MiB, however long the prompt."""
+
+_BYTES_PER_ROW = 256  # ids, positions, slots, lengths, sampling wishes and their keys
+_BYTES_FOR_PROMPTS = 2**20  # of 32,000 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class ModelRunner:
         builder: InputBuilder,
         sampler: Sampler,
         device: Device,
+        uploads: Uploads,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
@@ -84,6 +89,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._device = device
+        self._uploads = uploads
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -91,6 +97,7 @@ class ModelRunner:
         """Launch a step. If it raises, its requests have no rows any more, and steps that were
         planned before that was known run without them."""
         self._rows.release(plan.released)
+        self._uploads.begin()
         try:
             return self._execute(plan)
         except torch.OutOfMemoryError:
@@ -120,29 +127,32 @@ class ModelRunner:
         if not scheduled:
             return PendingStep([], None, None, {}, [])
         step = self._builder.build(scheduled)
-        hidden = self._forward(step)
-        prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
+        logits = self._graphs.logits(step) if self._graphs is not None else None
+        if logits is None:
+            return self._run_model(step)
         if step.sample is None:
-            return PendingStep([], None, None, {}, prompts)
-        return self._sample(hidden, step.sample, prompts)
+            return PendingStep([], None, None, {}, [])
+        if len(step.sample.request_ids) < len(logits):
+            logits = logits[step.sample.tokens]
+        return self._sample(logits, step.sample, [])
 
     def _lose(self, plan: SchedulerOutput) -> None:
         self._rows.lose(entry.request_id for entry in plan.scheduled)
 
-    def _forward(self, step: ModelInput) -> Tensor:
-        if self._graphs is not None:
-            hidden = self._graphs.forward(step)
-            if hidden is not None:
-                return hidden
+    def _run_model(self, step: ModelInput) -> PendingStep:
+        storage = self._storage
         context = ForwardContext(
-            self._storage.layers, step.attention, step.positions, step.prompt_lens
+            storage.layers, step.attention, step.positions, step.prompt_lens, storage.scales
         )
-        return self._model.forward(step.token_ids, context)
+        hidden = self._model.forward(step.token_ids, context)
+        prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
+        if step.sample is None:
+            return PendingStep([], None, None, {}, prompts)
+        return self._sample(self._model.logits(hidden[step.sample.tokens]), step.sample, prompts)
 
     def _sample(
-        self, hidden: Tensor, sample: SampleInput, prompts: list[_PendingPrompt]
+        self, logits: Tensor, sample: SampleInput, prompts: list[_PendingPrompt]
     ) -> PendingStep:
-        logits = self._model.logits(hidden[sample.tokens])
         sampled = self._sampler.sample(logits, sample.rows, sample.positions)
         self._rows.record(sample.rows, sample.rows_on_device, sampled.token_ids)
         params = self._rows.columns.params
@@ -167,7 +177,7 @@ class ModelRunner:
             last = min(first + size, count)
             at = wanted.first_token
             logits = self._model.logits(hidden[at + first : at + last])
-            parts.append(score(logits, next_tokens[first:last], wanted.num_top))
+            parts.append(self._sampler.score(logits, next_tokens[first:last], wanted.num_top))
         scores = PendingLogprobs(concatenate(parts), self._device)
         return _PendingPrompt(wanted.request_id, scores, [wanted.num_top] * count)
 
@@ -187,9 +197,10 @@ def make_runner(
 
     Records the model for decode steps of these batch sizes, on a device that can record.
     """
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, device, sampling)
-    sampler = Sampler(rows.columns, editor, device, logprobs_mode, sampling)
-    builder = InputBuilder(rows, block_size, device)
+    uploads = device.uploads(_upload_bytes(rows))
+    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, uploads, sampling)
+    sampler = Sampler(rows.columns, editor, device, uploads, logprobs_mode, sampling)
+    builder = InputBuilder(rows, block_size, uploads)
     recorder = device.graph_recorder() if graph_sizes else None
     graphs = None
     if recorder is not None:
@@ -201,8 +212,15 @@ def make_runner(
             graph_sizes,
             max_blocks=max_blocks,
             block_size=block_size,
+            kv_scales=storage.scales,
         )
-    return ModelRunner(model, storage, rows, builder, sampler, device, graphs)
+    return ModelRunner(model, storage, rows, builder, sampler, device, uploads, graphs)
+
+
+def _upload_bytes(rows: RequestRows) -> int:
+    """Enough for a token of every row with its block table and wishes, and for long prompts."""
+    num_rows, max_blocks = rows.block_table.shape
+    return num_rows * (4 * max_blocks + _BYTES_PER_ROW) + _BYTES_FOR_PROMPTS
 
 
 def layer_shapes(model: CausalModel, kernels: Kernels, block_size: int) -> list[LayerShape]:

@@ -88,7 +88,7 @@ class RequestRows:
 
     def record(self, rows: Rows, rows_on_device: Tensor, token_ids: Tensor) -> None:
         """Note the tokens [S] just sampled for these rows, without waiting for them."""
-        self.last_token[rows_on_device] = token_ids
+        self.last_token.index_copy_(0, rows_on_device, token_ids)
         wishes = self.columns.wishes[rows]
         for wish, memory in ((Wish.PENALTIES, self.counts), (Wish.BAD_WORDS, self.last_tokens)):
             places = np.flatnonzero(wishes & wish)

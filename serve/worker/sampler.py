@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serve.kernels.base import SamplingKernels
+from serve.kernels.base import LogprobTensors, SamplingKernels
 from serve.worker.device import Device
 from serve.worker.logit_edits import BANNED, LogitEditor
-from serve.worker.logprobs import LogprobTensors, score
+from serve.worker.logprobs import score
 from serve.worker.noise import gumbel, noise_keys, token_hashes
 from serve.worker.sampling_columns import (
     MIN_P,
@@ -28,6 +28,7 @@ from serve.worker.sampling_columns import (
     SamplingColumns,
     Wish,
 )
+from serve.worker.uploads import Uploads
 
 _EDITS = Wish.ALLOWED | Wish.BAD_WORDS | Wish.BIAS | Wish.PENALTIES | Wish.MIN_TOKENS
 
@@ -39,7 +40,7 @@ _WIDER = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Device tensors of one step."""
+    """Device tensors of one step, valid until the next."""
 
     token_ids: Tensor  # [S] int64
     logprobs: LogprobTensors | None  # of the rows in `logprob_places`
@@ -47,23 +48,29 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws tokens; keeps no state of its own between steps."""
+    """Draws tokens; keeps nothing from one step to the next."""
 
     def __init__(
         self,
         columns: SamplingColumns,
         editor: LogitEditor,
         device: Device,
+        uploads: Uploads,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         kernels: SamplingKernels | None = None,
     ) -> None:
         """`kernels`: the device's own draw, which gives the tokens that the code here gives."""
         self._columns = columns
         self._editor = editor
-        self._device = device
+        self._uploads = uploads
         self._kernels = kernels
+        self._argmax = (kernels and kernels.argmax) or _argmax
+        self._score = (kernels and kernels.score) or score
         self._scores_raw = logprobs_mode == "raw_logprobs"
         self._hashes = token_hashes(columns.vocab_size, device.torch_device)
+        # One step's choice; the next one's may overwrite it, in the order of the device's work.
+        num_rows = len(columns.wishes)
+        self._chosen = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
 
     def sample(self, logits: Tensor, rows: Rows, positions: npt.NDArray[np.int64]) -> SamplerOutput:
         """Choose a token for each row of logits [S, vocab] fp32, which it may overwrite.
@@ -73,7 +80,7 @@ class Sampler:
         wishes = self._columns.wishes[rows]
         any_wish = int(np.bitwise_or.reduce(wishes))
         if not any_wish:
-            return SamplerOutput(logits.argmax(dim=-1), None, [])
+            return SamplerOutput(self._most_likely(logits), None, [])
         asking = np.flatnonzero(wishes & Wish.LOGPROBS)
         before_edits = asking.size and self._scores_raw
         judged = logits[self._send(asking)] if before_edits else None  # a copy
@@ -85,8 +92,12 @@ class Sampler:
         if judged is None:
             judged = self._processed(logits[self._send(asking)], rows[asking], wishes[asking])
         num_top = max(self._columns.params[row].logprobs or 0 for row in rows[asking].tolist())
-        scored = score(judged, token_ids[self._send(asking)], num_top)
+        scored = self.score(judged, token_ids[self._send(asking)], num_top)
         return SamplerOutput(token_ids, scored, asking.tolist())
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+        """`logprobs.score`, by the device's own code if it has some."""
+        return self._score(logits, token_ids, num_top)
 
     def _choose(
         self,
@@ -97,19 +108,22 @@ class Sampler:
     ) -> Tensor:
         random = np.flatnonzero(wishes & Wish.RANDOM)
         if not random.size:
-            return logits.argmax(dim=-1)
+            return self._most_likely(logits)
         if self._kernels is not None:
             numbers = self._send(self._columns.numbers[rows])
             keys = self._send(noise_keys(self._columns.seeds[rows], positions))
-            return self._kernels.draw(logits, numbers, keys)
+            return self._kernels.draw(logits, numbers, keys, self._chosen[: len(rows)])
         if random.size == len(rows):
             return self._draw(logits, rows, positions, wishes)
-        token_ids = logits.argmax(dim=-1)
+        token_ids = self._most_likely(logits)
         places = self._send(random)
         token_ids[places] = self._draw(
             logits[places], rows[random], positions[random], wishes[random]
         )
         return token_ids
+
+    def _most_likely(self, logits: Tensor) -> Tensor:
+        return self._argmax(logits, self._chosen[: len(logits)])
 
     def _draw(
         self,
@@ -172,7 +186,12 @@ class Sampler:
         return logits
 
     def _send(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return self._device.to_device(torch.from_numpy(array))
+        (sent,) = self._uploads.send(array)
+        return sent
+
+
+def _argmax(logits: Tensor, out: Tensor) -> Tensor:
+    return torch.argmax(logits, dim=-1, out=out)
 
 
 def _scaled(logits: Tensor, numbers: Tensor, wishes: npt.NDArray[np.int64]) -> Tensor:

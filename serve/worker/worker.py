@@ -9,23 +9,25 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError, OutOfMemory
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
-from serve.models.checkpoint import open_checkpoint
+from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.decoder import DecoderModel
+from serve.models.kv_scales import read_kv_scales
 from serve.models.registry import build_model, head_dims
-from serve.sampling_params import SamplingParams
-from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.device import Device, find_device
 from serve.worker.executor import WorkerInfo
 from serve.worker.graphs import capture_sizes
+from serve.worker.kv_precision import cache_dtype, measured_scales
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
+from serve.worker.trial_steps import largest_plan, measuring_plan
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Worker:
         self._device = find_device(config.device)
         checkpoint = open_checkpoint(model_path, config.model.load_format)
         self._dtype = self._device.resolve_dtype(config.model.dtype, checkpoint.dtype)
+        self._cache_dtype = cache_dtype(config.cache, self._dtype)
         self._kernels, why = select_kernels(
             self._device.name,
             config.device.attention_backend,
@@ -58,6 +61,7 @@ class Worker:
             block_size=config.cache.block_size,
             num_threads=self._device.num_threads,
             batch_invariant=config.device.batch_invariant,
+            cache_dtype=self._cache_dtype,
         )
         dtype_name = str(self._dtype).removeprefix("torch.")
         logger.info("model %s, in %s on %s", model_path.name, dtype_name, self._device.describe())
@@ -72,13 +76,14 @@ class Worker:
                 seed=config.model.seed,
             )
         with _fitting(self._device, "the largest step", _SMALLER_STEPS):
+            self._scales = self._find_scales(checkpoint)
             size = self._size_cache()
         with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
+            storage = self._make_storage(
+                size.num_blocks, size.num_host_blocks, self._cache_dtype, self._scales
+            )
             self.runner = self._make_runner(
-                num_blocks=size.num_blocks,
-                num_host_blocks=size.num_host_blocks,
-                max_model_len=size.max_model_len,
-                graph_sizes=self._graph_sizes(),
+                storage, max_model_len=size.max_model_len, graph_sizes=self._graph_sizes()
             )
         self.info = WorkerInfo(
             num_blocks=size.num_blocks,
@@ -89,15 +94,39 @@ class Worker:
             device=self._device.name,
             dtype=dtype_name,
             attention_backend=self._kernels.name,
-            block_bytes=block_bytes(self._layer_shapes(), self._dtype),
+            block_bytes=self._block_bytes(),
         )
         self._log_cache(size)
+
+    def _find_scales(self, checkpoint: Checkpoint) -> list[Tensor] | None:
+        """Of an eight-bit cache: the checkpoint's, or measured if that is asked for, or all 1."""
+        if self._cache_dtype is self._dtype:
+            return None
+        heads = [layer.num_kv_heads for layer in self._model.cache_layers]
+        scales, source = read_kv_scales(checkpoint, heads), "from the checkpoint"
+        if scales is None and self._config.cache.calculate_kv_scales:
+            scales, source = self._measure_scales(), "measured for every KV head"
+        if scales is None:
+            scales = [torch.ones(2, count) for count in heads]
+            source = "1, because the checkpoint has none; --calculate-kv-scales measures them"
+        logger.info("KV cache in e4m3, with scales %s", source)
+        return [scale.to(self._device.torch_device) for scale in scales]
+
+    def _measure_scales(self) -> list[Tensor]:
+        """Run tokens from all over the vocabulary, and look at a cache in full precision."""
+        plan = measuring_plan(
+            self._model.vocab_size, self._model.max_position, self._config.cache.block_size
+        )
+        storage = self._make_storage(plan.num_scheduled_tokens, 0, self._dtype, None)
+        runner = self._make_runner(storage, max_model_len=plan.num_scheduled_tokens)
+        runner.execute(plan).wait()
+        return measured_scales(storage.layers, self._kernels.attention)
 
     def _size_cache(self) -> CacheSize:
         longest = longest_wanted(self._config, self._model.max_position)
         return size_cache(
             self._config,
-            block_bytes=block_bytes(self._layer_shapes(), self._dtype),
+            block_bytes=self._block_bytes(),
             model_max_len=self._model.max_position,
             device_free_bytes=self._device.free_bytes(),
             host_total_bytes=host_memory.total_bytes(),
@@ -112,7 +141,8 @@ class Worker:
 
     def _run_largest_step(self, max_model_len: int) -> None:
         """Run the most expensive step that can come, with all its tokens in the null block."""
-        runner = self._make_runner(num_blocks=0, num_host_blocks=0, max_model_len=max_model_len)
+        storage = self._make_storage(0, 0, self._cache_dtype, self._scales)
+        runner = self._make_runner(storage, max_model_len=max_model_len)
         plan = largest_plan(
             self._token_budget(max_model_len),
             max_num_seqs=self._config.scheduler.max_num_seqs,
@@ -133,24 +163,28 @@ class Worker:
             return []
         return capture_sizes(settings.cudagraph_capture_sizes, self._config.scheduler.max_num_seqs)
 
-    def _make_runner(
+    def _make_storage(
         self,
-        *,
         num_blocks: int,
         num_host_blocks: int,
-        max_model_len: int,
-        graph_sizes: Sequence[int] = (),
-    ) -> ModelRunner:
-        device, block_size = self._device, self._config.cache.block_size
-        storage = KVStorage(
+        dtype: torch.dtype,
+        scales: Sequence[Tensor] | None,
+    ) -> KVStorage:
+        return KVStorage(
             self._layer_shapes(),
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
-            dtype=self._dtype,
-            allocate=device.allocate_zeros,
+            dtype=dtype,
+            allocate=self._device.allocate_zeros,
             copy_blocks=self._kernels.copy_blocks,
-            allocate_host=device.allocate_host,
+            allocate_host=self._device.allocate_host,
+            scales=scales,
         )
+
+    def _make_runner(
+        self, storage: KVStorage, *, max_model_len: int, graph_sizes: Sequence[int] = ()
+    ) -> ModelRunner:
+        device, block_size = self._device, self._config.cache.block_size
         rows = RequestRows(
             self._config.scheduler.max_num_seqs,
             max_blocks=-(-max_model_len // block_size),
@@ -173,9 +207,12 @@ class Worker:
     def _layer_shapes(self) -> list[LayerShape]:
         return layer_shapes(self._model, self._kernels, self._config.cache.block_size)
 
+    def _block_bytes(self) -> int:
+        return block_bytes(self._layer_shapes(), self._cache_dtype)
+
     def _log_cache(self, size: CacheSize) -> None:
         block_size = self._config.cache.block_size
-        one_block = block_bytes(self._layer_shapes(), self._dtype)
+        one_block = self._block_bytes()
         tokens = size.num_blocks * block_size
         logger.info(
             "KV pool: %d blocks of %d tokens = %d tokens, %.2f GiB; "
@@ -213,32 +250,3 @@ def model_impl(config: EngineConfig) -> str:
             "rounding depends on the batch; use --model-impl native."
         )
     return "native"
-
-
-def largest_plan(
-    budget: int, *, max_num_seqs: int, max_model_len: int, block_size: int
-) -> SchedulerOutput:
-    """A step that fills the token budget, samples for as many requests as may run, with every
-    extra that costs memory, and keeps all K/V in the null block."""
-    lengths = _split(budget, max_num_seqs, max_model_len)
-    sampling = SamplingParams(
-        temperature=1.0, top_p=0.99, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=1
-    )
-    scheduled, admitted = [], []
-    for number, length in enumerate(lengths):
-        request_id, tokens = f"largest-{number}", [0] * length
-        blocks = [0] * -(-length // block_size)
-        admitted.append(RowData(request_id, sampling, tokens, length, blocks))
-        scheduled.append(ScheduledRequest(request_id, 0, length, tokens, [], samples=True))
-    return SchedulerOutput(scheduled, admitted, [], [], [], [], sum(lengths))
-
-
-def _split(budget: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
-    """Request lengths that add up to the budget if they can: a few long ones, the others 1."""
-    left = budget - min(budget, max_num_seqs)  # each request has a first token already
-    lengths = []
-    for _ in range(min(budget, max_num_seqs)):
-        more = min(left, max_model_len - 1)
-        lengths.append(1 + more)
-        left -= more
-    return lengths

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from serve.worker.device import CpuDevice
+from serve.worker.device import CpuDevice, Mark
+from serve.worker.uploads import StagedUploads, Uploads
 
 
 class LateCopy:
@@ -21,11 +22,33 @@ class LateCopy:
         return self._contents
 
 
+@dataclass
+class CountedMark:
+    """A mark that is always past, and remembers that it was set and waited for."""
+
+    num_set: int = 0
+    num_waits: int = 0
+
+    def set(self) -> None:
+        self.num_set += 1
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
 class AsyncDevice(CpuDevice):
     """Copies in both directions, so that host and device never share memory."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=1)
+        self.marks: list[CountedMark] = []
+
+    def make_mark(self) -> Mark:
+        self.marks.append(CountedMark())
+        return self.marks[-1]
+
+    def uploads(self, num_bytes: int) -> Uploads:
+        return StagedUploads(self, num_bytes)
 
     def to_device(self, host: Tensor) -> Tensor:
         return host.clone()

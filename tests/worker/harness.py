@@ -59,10 +59,13 @@ class SamplerStand:
         self.rows = make_rows(vocab_size, num_rows=max(1, len(asked)))
         for number, request in enumerate(asked):
             self.rows.admit(row_data(str(number), request))
+        uploads = self.rows_device.uploads(0)
         editor = LogitEditor(
-            self.rows.columns, self.rows.counts, self.rows.last_tokens, self.rows_device, kernels
+            self.rows.columns, self.rows.counts, self.rows.last_tokens, uploads, kernels
         )
-        self.sampler = Sampler(self.rows.columns, editor, self.rows_device, logprobs_mode, kernels)
+        self.sampler = Sampler(
+            self.rows.columns, editor, self.rows_device, uploads, logprobs_mode, kernels
+        )
 
     rows_device = cpu()
 
@@ -154,6 +157,7 @@ class RunnerStand:
         num_host_blocks: int = 8,
         device: Device | None = None,
         graph_sizes: Sequence[int] = (),
+        sampling: SamplingKernels | None = None,
     ) -> None:
         self.model = HistoryModel()
         kernels = reference.kernels()
@@ -171,7 +175,13 @@ class RunnerStand:
             allocate_host=self.device.allocate_host,
         )
         self.runner: ModelRunner = make_runner(
-            self.model, self.storage, self.rows, block_size, self.device, graph_sizes=graph_sizes
+            self.model,
+            self.storage,
+            self.rows,
+            block_size,
+            self.device,
+            graph_sizes=graph_sizes,
+            sampling=sampling,
         )
 
 

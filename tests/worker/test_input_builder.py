@@ -20,7 +20,7 @@ def build(step: SchedulerOutput, *tables: list[int], **wishes: SamplingParams) -
         rows.admit(row_data(name, asked, table))
     rows.last_token += 50  # row r holds 50 + r
     rows.last_token += rows.last_token.new_tensor(range(len(rows.last_token)))
-    return InputBuilder(rows, BLOCK_SIZE, cpu()).build(step.scheduled)
+    return InputBuilder(rows, BLOCK_SIZE, cpu().uploads(0)).build(step.scheduled)
 
 
 def test_single_tokens_come_first_and_everything_follows_that_order() -> None:

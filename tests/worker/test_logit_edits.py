@@ -21,7 +21,7 @@ def edited(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
     rows = make_rows(VOCAB)
     for number, request in enumerate(asked):
         rows.admit(row_data(str(number), request))
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu())
+    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu().uploads(0))
     result = logits.clone()
     numbers = rows.rows_of([str(n) for n in range(len(asked))])
     positions = np.array([len(a.prompt) + len(a.generated) for a in asked])

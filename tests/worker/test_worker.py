@@ -23,7 +23,8 @@ from serve.scheduler.output import RowData
 from serve.worker import worker
 from serve.worker.device import CpuDevice
 from serve.worker.local_executor import LocalExecutor
-from serve.worker.worker import largest_plan, model_impl
+from serve.worker.trial_steps import largest_plan
+from serve.worker.worker import model_impl
 from tests.e2e.tiny_model import save_tiny_model
 from tests.worker.harness import plan, share
 
@@ -188,3 +189,41 @@ def test_a_config_alone_serves_with_dummy_weights(model: Path, tmp_path: Path) -
     step = plan([share("a", 0, [5, 6])], admitted=[RowData("a", greedy, [5, 6], 2, [1])])
     (token,) = executor.execute(step).wait().token_ids["a"]
     assert 0 <= token < info.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("wanted", "calculated", "told"),
+    [("fp8", False, "scales 1, because"), ("fp8_e4m3", True, "scales measured for every KV head")],
+)
+def test_an_eight_bit_cache_takes_a_quarter_of_fp32s_blocks_and_says_where_its_scales_come_from(
+    model: Path, caplog: pytest.LogCaptureFixture, wanted: str, calculated: bool, told: str
+) -> None:
+    cache = CacheConfig(
+        kv_cache_dtype=wanted,  # type: ignore[arg-type]
+        calculate_kv_scales=calculated,
+        kv_cache_memory_bytes=Count(200_000),
+    )
+    plain = LocalExecutor(
+        config(cache=CacheConfig(kv_cache_memory_bytes=Count(200_000))), model
+    ).start()
+    executor = LocalExecutor(config(cache=cache), model)
+    with caplog.at_level(logging.INFO):
+        info = executor.start()
+    assert (info.num_blocks + 1) // 4 == plain.num_blocks + 1
+    assert info.block_bytes * 4 == plain.block_bytes
+    assert f"KV cache in e4m3, with {told}" in caplog.text
+
+    prompt = [5, 6, 7]
+    greedy = SamplingParams(temperature=0.0)
+    step = plan([share("a", 0, prompt)], admitted=[RowData("a", greedy, prompt, 3, [1])])
+    (token,) = executor.execute(step).wait().token_ids["a"]
+    assert 0 <= token < info.vocab_size
+
+
+def test_the_cpu_kernels_cannot_serve_an_eight_bit_cache(model: Path) -> None:
+    settings = replace(
+        config(cache=CacheConfig(kv_cache_dtype="fp8")),
+        device=DeviceConfig(device="cpu", attention_backend="cpu"),
+    )
+    with pytest.raises(ConfigError, match=r"the cpu kernels .*--kv-cache-dtype"):
+        LocalExecutor(settings, model).start()

@@ -1,0 +1,50 @@
+"""Steps that are run at start to learn from them, and whose tokens nobody gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve.sampling_params import SamplingParams
+from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
+
+_MEASURED_TOKENS = 256
+
+
+def measuring_plan(vocab_size: int, max_position: int, block_size: int) -> SchedulerOutput:
+    """One prompt of tokens from all over the vocabulary, in the blocks from 1 on."""
+    count = min(_MEASURED_TOKENS, max_position)
+    tokens = [number * vocab_size // count for number in range(count)]
+    blocks = list(range(1, -(-count // block_size) + 1))
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    share = ScheduledRequest("measured", 0, count, tokens, [], samples=False)
+    row = RowData("measured", sampling, tokens, count, blocks)
+    return SchedulerOutput([share], [row], [], [], [], [], count)
+
+
+def largest_plan(
+    budget: int, *, max_num_seqs: int, max_model_len: int, block_size: int
+) -> SchedulerOutput:
+    """A step that fills the token budget, samples for as many requests as may run, with every
+    extra that costs memory, and keeps all K/V in the null block."""
+    lengths = _split(budget, max_num_seqs, max_model_len)
+    sampling = SamplingParams(
+        temperature=1.0, top_p=0.99, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=1
+    )
+    scheduled, admitted = [], []
+    for number, length in enumerate(lengths):
+        request_id, tokens = f"largest-{number}", [0] * length
+        blocks = [0] * -(-length // block_size)
+        admitted.append(RowData(request_id, sampling, tokens, length, blocks))
+        scheduled.append(ScheduledRequest(request_id, 0, length, tokens, [], samples=True))
+    return SchedulerOutput(scheduled, admitted, [], [], [], [], sum(lengths))
+
+
+def _split(budget: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
+    """Request lengths that add up to the budget if they can: a few long ones, the others 1."""
+    left = budget - min(budget, max_num_seqs)  # each request has a first token already
+    lengths = []
+    for _ in range(min(budget, max_num_seqs)):
+        more = min(left, max_model_len - 1)
+        lengths.append(1 + more)
+        left -= more
+    return lengths
