@@ -117,11 +117,6 @@ class CacheConfig:
         _require(pool is None or pool > 0, "kv-cache-memory-bytes", pool, "above 0")
         _require(blocks is None or blocks >= 1, "num-gpu-blocks-override", blocks, "at least 1")
         _require(self.swap_space >= 0, "swap-space", self.swap_space, "0 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """What runs in a step."""
         narrow = self.kv_cache_dtype != "auto"
         _require(
             narrow or not self.calculate_kv_scales,
@@ -129,6 +124,11 @@ class SchedulerConfig:
             self.calculate_kv_scales,
             "used together with --kv-cache-dtype fp8",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What runs in a step."""
 
     max_num_seqs: int = 256
     """Most requests running at once."""
