@@ -42,8 +42,6 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, opened.get_tensor(name)
 
 
-def _open(file: Path) -> Iterator[Any]:
-    """The opened file, once, with safetensors' complaints turned into ours."""
 def read_matching(
     files: Iterable[Path], wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -54,6 +52,8 @@ def read_matching(
                 yield name, opened.get_tensor(name)
 
 
+def _open(file: Path) -> Iterator[Any]:
+    """The opened file, once, with safetensors' complaints turned into ours."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
