@@ -109,8 +109,16 @@ class Step(ctypes.Structure):
     )
 
 
+class Scores(ctypes.Structure):
+    """`ServeScores`: where scores of tokens go."""
+
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+    )
+
+
 class Library:
-    """The functions of `api.h`; each runs on this object's threads and returns when done.
+    """The functions of `api.h` and `sampling.h`; each runs on these threads and returns when done.
 
     Calls release the interpreter lock, but one pool serves one caller at a time.
     """
@@ -159,6 +167,16 @@ class Library:
         self.decode = functions.serve_decode
         self.decode.argtypes = [c_void_p, POINTER(Decoder), POINTER(Step)]
         for function in (self.write_kv, self.attend, self.decode):
+            function.restype = None
+        self.argmax = functions.serve_argmax
+        self.argmax.argtypes = [*pointers * 2, *ints * 2, c_void_p]
+        self.draw = functions.serve_draw
+        self.draw.argtypes = [*pointers * 2, *ints * 2, c_void_p, c_int64, *pointers * 2]
+        self.penalize = functions.serve_penalize
+        self.penalize.argtypes = [*pointers * 2, *ints * 2, *pointers * 3]
+        self.score = functions.serve_score
+        self.score.argtypes = [*pointers * 2, *ints * 2, c_void_p, c_int64, POINTER(Scores)]
+        for function in (self.argmax, self.draw, self.penalize, self.score):
             function.restype = None
 
 
