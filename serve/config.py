@@ -59,7 +59,10 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Serving dtype. auto: the checkpoint's on CUDA, float32 on a CPU."""
+    """Serving dtype. auto: the checkpoint's on CUDA, float32 on a CPU, whose arithmetic is always
+    float32: there a 16-bit dtype is what weights are rounded to and kept in."""
+    quantization: Literal["int8"] | None = None
+    """int8: round the weights of linear layers to 8 bits with a scale per output (on a CPU)."""
     max_model_len: str = "auto"
     """Most tokens of prompt plus completion (8192, 8k, or auto: what model and KV pool allow)."""
     model_impl: Literal["auto", "native", "transformers"] = "auto"
@@ -105,6 +108,9 @@ class CacheConfig:
     """Host memory for swapped-out requests, in GiB; used when the preemption mode can swap."""
     enable_prefix_caching: bool = True
     """Keep the KV of past prompts while blocks are free, and reuse it for equal beginnings."""
+    max_pinned_share: float = 0.25
+    """Most of the KV pool that pinned prefixes may take; what one request of --max-model-len needs
+    is never pinned. 0: nothing can be pinned."""
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, "block-size", self.block_size, "at least 1")
@@ -116,6 +122,8 @@ class CacheConfig:
         _require(0 < share <= 1, "gpu-memory-utilization", share, "above 0 and at most 1")
         _require(pool is None or pool > 0, "kv-cache-memory-bytes", pool, "above 0")
         _require(blocks is None or blocks >= 1, "num-gpu-blocks-override", blocks, "at least 1")
+        pinned = self.max_pinned_share
+        _require(0 <= pinned <= 1, "max-pinned-share", pinned, "between 0 and 1")
         _require(self.swap_space >= 0, "swap-space", self.swap_space, "0 or more")
         narrow = self.kv_cache_dtype != "auto"
         _require(
@@ -151,6 +159,9 @@ class SchedulerConfig:
         "last-admitted"
     )
     """Which of the least urgent running requests is preempted for its elders."""
+    thrash_guard: bool = True
+    """Leave blocks free when letting requests in: more of them after preemptions, and more for
+    requests that were preempted before. Off: whatever fits is let in."""
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     """fcfs: first come, first served; priority: lower priority first, urgent work may preempt;
     fair: clients (by API key if there are several, else by the field user) get equal shares."""
@@ -251,6 +262,9 @@ class ServerConfig:
     """Keys clients must send as a bearer token; SERVE_LLM_API_KEY (comma separated) adds more."""
     client_weight: tuple[str, ...] = ()
     """NAME=WEIGHT: an API key or user that gets WEIGHT times the usual share (policy fair)."""
+    limits_file: str | None = None
+    """YAML file with each client's limits (generations at once, requests and tokens per minute) and
+    weight; what is beyond is refused (429)."""
     chat_template: str | None = None
     """Jinja file (or text) used instead of the model's own chat template."""
     trust_request_chat_template: bool = False
@@ -320,7 +334,8 @@ def api_keys_from_environment() -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Where downloaded models are kept: SERVE_LLM_CACHE, or our part of the user's cache."""
+    """Where downloaded models and compiled kernels are kept: SERVE_LLM_CACHE, or our part of the
+    user's cache."""
     if own := os.environ.get("SERVE_LLM_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "serve-llm"

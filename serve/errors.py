@@ -8,7 +8,8 @@ ServeError
  │   ├─ ModelNotFound       404
  │   ├─ DeadlinePassed      504: it waited longer than the caller's own timeout
  │   ├─ QueueFull           429: too much waiting; `retry_after_s` says when to come back
- │   │   └─ QueuedTooLong     503: it waited longer than the server lets anything wait
+ │   │   ├─ QueuedTooLong     503: it waited longer than the server lets anything wait
+ │   │   └─ RateLimited       429: a limit of the client's own (--limits-file)
  │   └─ RequestAborted      499: ended on somebody's request before it was done
  └─ EngineError           our failure (HTTP 5xx)
      ├─ EngineDead          503: the engine process ended
@@ -64,6 +65,10 @@ class RequestAborted(RequestError):
 
 class QueuedTooLong(QueueFull):
     """The request was taken, but did not begin within `--max-queue-time`."""
+
+
+class RateLimited(QueueFull):
+    """The client has reached a limit that is its own."""
 
 
 class DeadlinePassed(RequestError):

@@ -62,11 +62,6 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    """Forget all cached prefixes. Nothing answers; running requests are not disturbed."""
-
-
-@dataclass(frozen=True, slots=True)
 class Control:
     """Show or change something between two steps; `ControlResult` with the same `call_id` answers.
 
@@ -154,6 +149,8 @@ class EngineStats:
     num_blocks: int = 0
     num_host_blocks_used: int = 0
     num_host_blocks: int = 0
+    num_blocks_cached: int = 0  # whose content the prefix cache can find, held or not
+    num_blocks_pinned: int = 0  # of these, the ones that stay
     total_preemptions_recompute: int = 0
     total_preemptions_swap: int = 0
     total_prompt_tokens: int = 0  # each prompt token once, however often it was computed
@@ -192,5 +189,5 @@ class EngineDied:
     is_config_error: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown | ResetPrefixCache | Control
+ToEngine = AddRequest | AbortRequests | Shutdown | Control
 FromEngine = EngineReady | StepOutputs | EngineDied | ControlResult

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve import __version__, logs
 from serve.api.app import create_app
+from serve.api.limits_file import read_limits
 from serve.api.metrics import Metrics
 from serve.config import EngineConfig, ServerConfig, api_keys_from_environment
 from serve.engine.async_engine import AsyncEngine
@@ -50,6 +51,7 @@ def run_server(config: EngineConfig, server: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("serve-llm %s: starting %s", __version__, config.model.model or DEFAULT_MODEL.name)
     try:
+        read_limits(server)  # a mistake in it must not wait for the model to be loaded
         with _bind(server.host, server.port) as listener:
             _raise_file_limit()
             path = find_model(config.model.model, config.model.revision)

@@ -93,6 +93,7 @@ class FakeExecutor:
     num_host_blocks: int = 0
     max_num_seqs: int = 1 << 30
     max_num_batched_tokens: int = 1 << 30
+    max_model_len: int | None = None  # what the pool holds
     fail_on: Callable[[int, SchedulerOutput], bool] = lambda number, plan: False
     device: dict[int, list[Content | None]] = field(default_factory=dict)
     host: dict[int, list[Content | None]] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class FakeExecutor:
             num_blocks=self.num_blocks,
             num_host_blocks=self.num_host_blocks,
             vocab_size=VOCAB_SIZE,
-            max_model_len=self.num_blocks * self.block_size,
+            max_model_len=self.max_model_len or self.num_blocks * self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens,
             device="fake",
             dtype="float32",

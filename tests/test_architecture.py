@@ -53,7 +53,7 @@ ONLY_IN: dict[str, set[str]] = {
     "uvicorn": {"server"},
     "uvloop": {"server", "bench"},
     "cyclopts": {"cli", "bench", "simulate.flags"},
-    "yaml": {"cli"},
+    "yaml": {"cli", "api.limits_file"},
     "zmq": {"engine.ipc", "engine.process"},
     "msgspec": {"engine.ipc", "engine.process"},
     "huggingface_hub": {"hub"},

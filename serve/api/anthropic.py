@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve.api.body import read_body
+from serve.api.cache_control import marked_prefix, pin_common
 from serve.api.chat import ChatTask, begin, prepare
 from serve.api.chunks import new_envelope, text_json
 from serve.api.conversation import conversation_ids
@@ -41,6 +42,7 @@ from serve.api.protocol.chat import (
     ContentPart,
     FunctionCall,
     Message,
+    TemplateFields,
     ToolCall,
 )
 from serve.api.protocol.common import Usage
@@ -80,7 +82,9 @@ def anthropic_routes(service: Service) -> APIRouter:
             envelope = new_envelope(service, body.model, "message", f"msg_{request_id_of(request)}")
             with misfits_refused():
                 chat = _chat_request(body)
-            task = await prepare(chat, service, envelope)
+            client = service.client_of(request, _user(body))
+            task = await prepare(chat, service, envelope, client)
+            await _pin_marked(body, task, service)
             outputs = begin(task, service)
             if body.stream:
                 return EventStream(
@@ -112,6 +116,23 @@ def anthropic_routes(service: Service) -> APIRouter:
         return _json(TokenCount(input_tokens=len(ids)))
 
     return router
+
+
+async def _pin_marked(body: MessagesRequest, task: ChatTask, service: Service) -> None:
+    """Keep what `cache_control` marks."""
+    marked = marked_prefix(body)
+    if marked is not None:
+        fields = TemplateFields(add_generation_prompt=False)
+        engine = service.engine
+        ids = await conversation_ids(
+            _messages(marked.body), fields, engine.tokenizer, service.config
+        )
+        await pin_common(engine, task.prompt_ids, ids, marked.ttl_s)
+
+
+def _user(body: MessagesRequest) -> str | None:
+    user = (body.metadata or {}).get("user_id")
+    return user if isinstance(user, str) else None
 
 
 def _chat_request(body: MessagesRequest) -> ChatCompletionRequest:

@@ -9,15 +9,19 @@ from serve import __version__
 from serve.api.anthropic import anthropic_routes
 from serve.api.auth import OPEN_PATHS, ApiKeyGuard
 from serve.api.chat import chat_routes
+from serve.api.client_limits import ClientLimits
 from serve.api.completions import completion_routes
 from serve.api.control import control_routes
 from serve.api.errors import install_error_handlers
+from serve.api.limits_file import read_limits
 from serve.api.metrics import Metrics
 from serve.api.openapi import describe_bodies
+from serve.api.prefix_cache import prefix_cache_routes
 from serve.api.protocol.anthropic import CountTokensRequest, MessagesRequest
 from serve.api.protocol.chat import ChatCompletionRequest
 from serve.api.protocol.completions import CompletionRequest
 from serve.api.protocol.control import AbortRequest
+from serve.api.protocol.prefix_cache import PinRequest
 from serve.api.protocol.responses import ResponsesRequest
 from serve.api.protocol.scheduler import SchedulerChanges
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -38,6 +42,7 @@ ROUTES = (
     tokenize_routes,
     control_routes,
     scheduler_routes,
+    prefix_cache_routes,
     system_routes,
 )
 BODIES = (
@@ -50,13 +55,15 @@ BODIES = (
     DetokenizeRequest,
     AbortRequest,
     SchedulerChanges,
+    PinRequest,
 )
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig, metrics: Metrics) -> FastAPI:
     """The application over a started engine. Starting, draining and closing it is the caller's."""
     app = FastAPI(title="serve-llm", version=__version__)
-    service = Service(engine, config, metrics)
+    limits = ClientLimits(metrics.client_refused)
+    service = Service(engine, config, metrics, read_limits(config), limits)
     for routes in ROUTES:
         app.include_router(routes(service))
     describe_bodies(app, BODIES)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
-from serve.api.clients import Client, client_of
+from serve.api.clients import Client
 from serve.api.conversation import conversation_ids
 from serve.api.convert import (
     LogprobCounts,
@@ -59,7 +59,7 @@ def chat_routes(service: Service) -> APIRouter:
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, kind, f"chatcmpl-{label}")
         body.timeout = body.timeout or timeout_header(request)
-        client = client_of(request, body.user, service.config)
+        client = service.client_of(request, body.user)
         task = await prepare(body, service, envelope, client)
         outputs = begin(task, service)
         if body.stream:

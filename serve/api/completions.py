@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from serve.api.body import read_body
 from serve.api.chunks import ChunkWriter, Envelope, new_envelope, text_json
-from serve.api.clients import Client, client_of
+from serve.api.clients import Client
 from serve.api.convert import (
     LogprobCounts,
     cache_salt,
@@ -64,7 +64,7 @@ def completion_routes(service: Service) -> APIRouter:
         label = body.request_id or request_id_of(request)
         envelope = new_envelope(service, body.model, "text_completion", f"cmpl-{label}")
         body.timeout = body.timeout or timeout_header(request)
-        client = client_of(request, body.user, service.config)
+        client = service.client_of(request, body.user)
         task = await prepare(body, service, envelope, client)
         outputs = Outputs(service, task.job)
         if body.stream:

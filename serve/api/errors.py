@@ -31,6 +31,7 @@ from serve.errors import (
     PromptTooLong,
     QueuedTooLong,
     QueueFull,
+    RateLimited,
     RequestAborted,
     RequestError,
     StepFailed,
@@ -65,6 +66,10 @@ class NotStored(RequestError):
 
 class NoSuchRequest(RequestError):
     """No request that runs, waits or ended of late has this id."""
+
+
+class NoSuchPin(RequestError):
+    """Nothing is pinned under this id."""
 
 
 class WrongMethod(RequestError):
@@ -110,10 +115,12 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         NoSuchRoute: ErrorKind(404, _INVALID, "unknown_url"),
         NotStored: ErrorKind(404, _INVALID, "response_not_found"),
         NoSuchRequest: ErrorKind(404, _INVALID, "request_not_found"),
+        NoSuchPin: ErrorKind(404, _INVALID, "pin_not_found"),
         WrongMethod: ErrorKind(405, _INVALID, "method_not_allowed"),
         BodyTooLarge: ErrorKind(413, _INVALID, "request_too_large"),
         UnsupportedMediaType: ErrorKind(415, _INVALID, "unsupported_media_type"),
         QueueFull: ErrorKind(429, "rate_limit_error", "queue_full"),
+        RateLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
         QueuedTooLong: ErrorKind(503, _SERVER, "queue_timeout"),
         DeadlinePassed: ErrorKind(504, "timeout_error", "timeout"),
         ClientGone: ErrorKind(499, _INVALID, "client_closed_request"),

@@ -91,6 +91,9 @@ class Outputs:
             num_prompt_tokens=sum(len(ids) for ids in job.prompts),
             n=job.n,
         )
+        self._lease = service.limits.enter(
+            job.client, job.num_choices, self.tally.num_prompt_tokens
+        )
         service.open_requests.members.add(self)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -129,6 +132,7 @@ class Outputs:
             return
         self._closed = True
         self._service.open_requests.members.discard(self)
+        self._service.limits.leave(self._lease, sum(self.tally.generated))
         await (self._merged or self._alone).aclose()
         if not self._service.config.disable_log_requests:
             logger.info(

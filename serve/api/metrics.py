@@ -6,7 +6,8 @@ Names are vLLM's. Under another prefix than `vllm:` one of them changes: a histo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -75,6 +76,10 @@ class Metrics:
         """Once per request."""
         self._engine.request_finished(finished)
 
+    def client_refused(self, client: str, limit: str) -> None:
+        """One of a client's own limits was reached."""
+        self._engine.client_refused(client, limit)
+
     @property
     def _engine(self) -> EngineFigures:
         assert self._figures is not None, "no engine is ready"
@@ -99,6 +104,12 @@ class EngineFigures:
         )
         self._host_usage = make.gauge(
             "host_kv_cache_usage_perc", "Share of host KV blocks held by swapped requests."
+        )
+        self._cached_blocks = make.gauge(
+            "prefix_cache_blocks", "KV blocks whose content the prefix cache can find."
+        )
+        self._pinned_blocks = make.gauge(
+            "prefix_cache_pinned_blocks", "KV blocks that pinned prefixes hold."
         )
         info = {
             "block_size": str(ready.block_size),
@@ -128,6 +139,12 @@ class EngineFigures:
         self._generation_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._cached_tokens = make.counter(
             "prompt_tokens_cached", "Prompt tokens of finished requests that a cache had."
+        )
+        self._refusals = make.family(
+            "client_limit_refusals",
+            "Requests that a client's own limit refused.",
+            "client",
+            "limit",
         )
         reasons = list(FinishReason)
         ended = "Finished requests by why they ended."
@@ -172,6 +189,10 @@ class EngineFigures:
             "request_num_preemptions", "How often a request was preempted.", PREEMPTIONS
         )
 
+    def client_refused(self, client: str, limit: str) -> None:
+        """Count a refusal by a limit of --limits-file."""
+        self._refusals(client=client, limit=limit).inc()
+
     def stepped(self, stats: EngineStats) -> None:
         """Gauges show `stats`; counters advance by what its totals gained."""
         last, self._last = self._last, stats
@@ -180,6 +201,8 @@ class EngineFigures:
         self._swapped.set(stats.num_swapped)
         self._kv_usage.set(_share(stats.num_blocks_used, stats.num_blocks))
         self._host_usage.set(_share(stats.num_host_blocks_used, stats.num_host_blocks))
+        self._cached_blocks.set(stats.num_blocks_cached)
+        self._pinned_blocks.set(stats.num_blocks_pinned)
         recomputed = stats.total_preemptions_recompute - last.total_preemptions_recompute
         swapped = stats.total_preemptions_swap - last.total_preemptions_swap
         if recomputed or swapped:
@@ -239,6 +262,11 @@ class _Maker:
         return Counter(self._prefix + name, text, LABELS, registry=self._registry).labels(
             **self._labels
         )
+
+    def family(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        """A counter for each combination of these labels' values, as they come."""
+        family = Counter(self._prefix + name, text, [*LABELS, *labels], registry=self._registry)
+        return partial(family.labels, **self._labels)
 
     def counters(self, name: str, text: str, label: str, values: Sequence[str]) -> list[Counter]:
         """One family with one more label; all its values exist from the start."""

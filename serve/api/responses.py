@@ -13,6 +13,7 @@ from starlette.responses import Response
 from serve.api.body import read_body
 from serve.api.chat import ChatTask, begin, prepare
 from serve.api.chunks import new_envelope, text_json
+from serve.api.clients import Client
 from serve.api.errors import NotStored, Unsupported, error_info, misfits_refused
 from serve.api.generation import Choice, Outputs, collect
 from serve.api.logprobs import ChatLogprobsWriter
@@ -58,7 +59,8 @@ def responses_routes(service: Service) -> APIRouter:
         body = await read_body(request, ResponsesRequest, max_bytes)
         try:
             with misfits_refused():
-                task = await _prepare(body, service, store)
+                client = service.client_of(request, body.user)
+                task = await _prepare(body, service, store, client)
             outputs = begin(task.chat, service)
         except RequestError as error:
             error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
@@ -98,7 +100,9 @@ class _Task:
         return self.body.store is not False
 
 
-async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStore) -> _Task:
+async def _prepare(
+    body: ResponsesRequest, service: Service, store: ResponseStore, client: Client
+) -> _Task:
     """The same wishes in the chat API's words, prepared by it. Raises RequestError."""
     for name in _UNSUPPORTED:
         if getattr(body, name, None):
@@ -121,7 +125,7 @@ async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStor
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         stream=body.stream,
     )
-    task = await prepare(chat, service, envelope)
+    task = await prepare(chat, service, envelope, client)
     return _Task(body, task, messages, f"msg_{uuid.uuid4().hex}")
 
 

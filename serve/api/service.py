@@ -7,7 +7,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.requests import Request
+
 from serve import __version__
+from serve.api.client_limits import ClientLimits
+from serve.api.clients import Client, client_of
+from serve.api.limits_file import LimitsFile
 from serve.api.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
@@ -43,8 +48,14 @@ class Service:
     engine: AsyncEngine
     config: ServerConfig
     metrics: Metrics
+    limits_file: LimitsFile
+    limits: ClientLimits
     created: int = field(default_factory=lambda: int(time.time()))
     open_requests: OpenRequests = field(default_factory=OpenRequests)
+
+    def client_of(self, request: Request, user: str | None) -> Client:
+        """Whose request it is."""
+        return client_of(request, user, self.config, self.limits_file)
 
     def served_name(self, asked: str | None) -> str:
         """The name to answer under. Raises ModelNotFound; None means the first served name."""

@@ -44,12 +44,6 @@ def system_routes(service: Service) -> APIRouter:
     async def show_model(request: Request) -> ModelCard:
         return _card(service, service.served_name(request.path_params["name"]))
 
-    @router.post("/reset_prefix_cache", response_class=Response)
-    async def reset_prefix_cache() -> Response:
-        _alive(service)
-        service.engine.reset_prefix_cache()
-        return Response(status_code=200)
-
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=service.metrics.content_type)

@@ -32,7 +32,6 @@ from serve.messages import (
     EngineDied,
     EngineReady,
     FinishReason,
-    ResetPrefixCache,
     StepOutputs,
     TokenDelta,
 )
@@ -147,10 +146,6 @@ class AsyncEngine:
         for engine_id, stream in named:
             self._abort(engine_id, FinishReason.ABORT, time.monotonic())
             stream.fail(RequestAborted("This request was aborted by its id."))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests are not disturbed."""
-        self._client.send(ResetPrefixCache())
 
     async def control(self, name: str, /, **args: Any) -> Any:
         """Ask the engine to show or change something (see `controls`); its answer.

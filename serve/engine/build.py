@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from serve.config import EngineConfig
+from serve.config import CacheConfig, EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
 from serve.engine.trace import TraceFile
 from serve.errors import ConfigError
+from serve.kv_cache.block_table import num_blocks_for
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import EngineReady
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
-from serve.worker.executor import Executor
+from serve.worker.executor import Executor, WorkerInfo
 
 
 def build_engine_core(
@@ -46,6 +47,7 @@ def core_over(
             delay_factor=scheduling.scheduler_delay_factor,
             preemption_mode=scheduling.preemption_mode,
             preemption_victim=scheduling.preemption_victim,
+            thrash_guard=scheduling.thrash_guard,
             policy=scheduling.scheduling_policy,
             priority_aging_s=scheduling.priority_aging_time,
             long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
@@ -67,6 +69,7 @@ def core_over(
         config.cache.block_size,
         worker.num_host_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_pinned_blocks=_max_pinned_blocks(config.cache, worker),
     )
     ready = EngineReady(
         max_model_len=worker.max_model_len,
@@ -88,6 +91,13 @@ def core_over(
     path = scheduling.trace_file
     trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler)
     return EngineCore(scheduler, executor, inbox, outbox, depth, trace), ready
+
+
+def _max_pinned_blocks(cache: CacheConfig, worker: WorkerInfo) -> int:
+    """So many that the longest request finds room beside them, and nothing waits for ever."""
+    longest = num_blocks_for(worker.max_model_len, cache.block_size)
+    most = int(cache.max_pinned_share * worker.num_blocks)
+    return max(0, min(most, worker.num_blocks - longest))
 
 
 def _depth(async_scheduling: str, device: str) -> int:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from serve.engine.explain import explain_requests, scheduler_state
+from serve.engine.prefix_controls import PrefixControls
 from serve.engine.step_log import StepLog
 from serve.engine.trace import trace_lines
 from serve.errors import InvalidRequest
@@ -27,6 +28,7 @@ LIVE_SETTINGS: Mapping[str, tuple[str, float]] = MappingProxyType(
         "target_itl_ms": ("target_itl_s", 1e-3),
         "preemption_mode": ("preemption_mode", 1),
         "preemption_victim": ("preemption_victim", 1),
+        "thrash_guard": ("thrash_guard", 1),
         "scheduling_policy": ("policy", 1),
         "priority_aging_time": ("priority_aging_s", 1),
         "step_order": ("step_order", 1),
@@ -50,11 +52,16 @@ class Controls:
     def __init__(self, scheduler: Scheduler, log: StepLog) -> None:
         self._scheduler = scheduler
         self._first_limits = scheduler.limits
+        prefixes = PrefixControls(scheduler)
         self._answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "state": lambda args: scheduler_state(scheduler, log),
             "requests": lambda args: explain_requests(scheduler, log, args["request_id"]),
             "trace": lambda args: trace_lines(log, scheduler),
             "configure": self._configure,
+            "pin": prefixes.pin,
+            "unpin": prefixes.unpin,
+            "pins": prefixes.pins,
+            "reset_prefix_cache": prefixes.reset,
         }
 
     def answer(self, message: Control) -> ControlResult:
@@ -141,6 +148,8 @@ def _spell(wanted: Any) -> str:
     choices = get_args(wanted)
     if choices and isinstance(choices[0], str):
         return "one of " + ", ".join(choices)
+    if wanted is bool:
+        return "true or false"
     if int in (choices or (wanted,)):
         return "a whole number or null" if choices else "a whole number"
     return "a number"

@@ -19,7 +19,6 @@ from serve.messages import (
     EngineStats,
     FinishReason,
     FromEngine,
-    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -125,8 +124,6 @@ class EngineCore:
             case AbortRequests(request_ids):
                 self.scheduler.abort(request_ids)
                 self.log.aborted(request_ids)
-            case ResetPrefixCache():
-                self.scheduler.forget_prefixes()
             case Control():
                 self.outbox.send(self._controls.answer(message))
             case Shutdown(drain):

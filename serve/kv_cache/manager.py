@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.block_pool import BlockPool
 from serve.kv_cache.block_table import BlockTable, num_blocks_for
+from serve.kv_cache.pins import Pin, PrefixPins
 from serve.kv_cache.prefix_index import BlockHashes, PrefixIndex
 
 
@@ -30,12 +31,14 @@ class KVCacheManager:
         num_host_blocks: int,
         *,
         enable_prefix_caching: bool = False,
+        max_pinned_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._device = BlockPool(num_blocks, first_id=1)
         self._host = BlockPool(num_host_blocks, first_id=0)
         self._index = PrefixIndex()
+        self.pins = PrefixPins(max_pinned_blocks)  # changed here, read by others
         self._tables: dict[str, BlockTable] = {}
         self._host_blocks: dict[str, list[int]] = {}
 
@@ -53,7 +56,7 @@ class KVCacheManager:
 
     @property
     def num_blocks_free(self) -> int:
-        """Device blocks that no live request holds."""
+        """Device blocks that can be taken."""
         return self._device.num_free
 
     @property
@@ -74,7 +77,7 @@ class KVCacheManager:
     def num_blocks_only_held_by(self, request_ids: Iterable[str]) -> int:
         """Device blocks that would be free if these requests were gone."""
         held = Counter(i for name in request_ids for i in self._tables[name].block_ids)
-        return sum(1 for i, holds in held.items() if self._device.ref_count(i) == holds)
+        return sum(1 for i, holds in held.items() if self._device.is_only_held(i, holds))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -134,12 +137,63 @@ class KVCacheManager:
         table = self._tables[request_id]
         full = num_tokens // self.block_size
         for position in range(table.num_indexed, full):
-            self._index.put(hashes.values[position], table.block_ids[position])
+            value, block_id = hashes.values[position], table.block_ids[position]
+            if self._index.put(value, block_id) and value in self.pins:
+                self._device.pin(block_id)
         table.num_indexed = max(table.num_indexed, full)
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix index. Live requests keep their blocks, shared ones too."""
-        self._index.clear()
+    def forget_prefixes(self) -> int:
+        """Empty the prefix index but for what is pinned; how many blocks were forgotten.
+
+        Live requests keep their blocks, shared ones too.
+        """
+        before = len(self._index)
+        self._index.keep_only(self._device.pinned)
+        return before - len(self._index)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found, held or not."""
+        return len(self._index)
+
+    def num_cached_among(self, hashes: Iterable[bytes]) -> int:
+        """How many of these contents are in a block now."""
+        return sum(self._index.block_of(value) is not None for value in hashes)
+
+    # ------------------------------------------------------------------ pinned prefixes
+
+    @property
+    def num_blocks_pinned(self) -> int:
+        """Blocks that hold claimed contents."""
+        return self._device.num_pinned
+
+    def pin(self, pin: Pin) -> bool:
+        """Keep a prefix's blocks, those that are there and those still to be computed.
+
+        False, and nothing changed, when more than `pins.max_blocks` would be claimed.
+        """
+        if self.pins.num_blocks + self.pins.num_new(pin.hashes) > self.pins.max_blocks:
+            return False
+        self.pins.put(pin)
+        for value in pin.hashes:
+            block_id = self._index.block_of(value)
+            if block_id is not None:
+                self._device.pin(block_id)
+        return True
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let go of a prefix; its blocks stay in the cache like others. False: it is unknown."""
+        unclaimed = self.pins.remove(pin_id)
+        for value in unclaimed or ():
+            block_id = self._index.block_of(value)
+            if block_id is not None:
+                self._device.unpin(block_id)
+        return unclaimed is not None
+
+    def unpin_expired(self, now: float) -> None:
+        """Let go of the prefixes whose time is up."""
+        for pin_id in self.pins.expired(now):
+            self.unpin(pin_id)
 
     # ------------------------------------------------------------------ host tier
 
@@ -220,6 +274,9 @@ class KVCacheManager:
         self._device.check_invariants()
         self._host.check_invariants()
         self._index.check_invariants()
+        self.pins.check_invariants()
+        claimed = {block_id for value, block_id in self._index.items() if value in self.pins}
+        assert self._device.pinned == claimed, self._device.pinned ^ claimed
         held = Counter(i for table in self._tables.values() for i in table.block_ids)
         assert 0 not in held, "the null block is in a table"
         for block_id in range(1, self.num_blocks + 1):

@@ -26,6 +26,7 @@ class SchedulerLimits:
     delay_factor: float = 0.0
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
     preemption_victim: VictimPolicy = "last-admitted"
+    thrash_guard: bool = True
     policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     priority_aging_s: float = 60.0
     max_num_queued_reqs: int | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import EngineStats
-from serve.scheduler.preemption import PreemptionMode
+from serve.scheduler.victims import PreemptionMode
 
 
 @dataclass(slots=True)
@@ -37,6 +37,8 @@ class Totals:
             num_blocks=kv.num_blocks,
             num_host_blocks_used=kv.num_host_blocks_used,
             num_host_blocks=kv.num_host_blocks,
+            num_blocks_cached=kv.num_cached_blocks,
+            num_blocks_pinned=kv.num_blocks_pinned,
             total_preemptions_recompute=self.preemptions[PreemptionMode.RECOMPUTE],
             total_preemptions_swap=self.preemptions[PreemptionMode.SWAP],
             total_prompt_tokens=self.prompt_tokens,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.api.client_limits import ClientLimits
 from serve.api.generation import Choice, Job, Outputs, collect, in_intervals
 from serve.api.service import OpenRequests
 from serve.config import ServerConfig
@@ -84,6 +85,7 @@ class FakeService:
     engine: FakeEngine
     config: ServerConfig = field(default_factory=ServerConfig)
     open_requests: OpenRequests = field(default_factory=OpenRequests)
+    limits: ClientLimits = field(default_factory=lambda: ClientLimits(lambda *refusal: None))
 
 
 def service_of(*scripts: list[Any]) -> Any:

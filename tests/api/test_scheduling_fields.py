@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.messages import AddRequest, ResetPrefixCache
+from serve.messages import AddRequest
 from tests.api.conftest import Server, running_server
 from tests.api.scripted import Script
 
@@ -71,8 +71,3 @@ def test_the_timeout_may_be_a_header(server: Server, http: httpx.Client, path: s
     assert last_added(server).timeout_s == 7.5
     for wrong in ("0", "-1", "soon", "1e9", "nan"):
         assert http.post(path, json=PROMPTS[path], headers={"timeout": wrong}).status_code == 400
-
-
-def test_the_prefix_cache_is_reset_on_request(server: Server, http: httpx.Client) -> None:
-    assert http.post("/reset_prefix_cache").status_code == 200
-    assert isinstance(server.client.received[-1], ResetPrefixCache)

@@ -1,4 +1,4 @@
-"""How a victim gives up its blocks, and how much room it asks for before it returns."""
+"""Who gives up its blocks, and how."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.manager import KVCacheManager
+from serve.scheduler.headroom import Headroom
+from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput
-from serve.scheduler.preemption import Preemption, PreemptionMode
 from serve.scheduler.request import Request, make_request
 from serve.scheduler.step_costs import StepCosts
+from serve.scheduler.victims import PreemptionMode, Victims
 from tests.strategies import add_request, limits
 
 
@@ -20,9 +22,12 @@ def victim(num_computed: int = 10, num_preemptions: int = 0) -> Request:
     return made
 
 
-def preemption(kv: KVCacheManager, mode: str, victim: str = "last-admitted") -> Preemption:
-    chosen = limits(preemption_mode=mode, preemption_victim=victim)
-    return Preemption(kv, StepCosts(), chosen)
+def victims(kv: KVCacheManager, costs: StepCosts | None = None) -> Victims:
+    return Victims(kv, costs or StepCosts(), Headroom(kv.num_blocks))
+
+
+def by(mode: str, victim: str = "last-admitted") -> SchedulerLimits:
+    return limits(preemption_mode=mode, preemption_victim=victim)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +45,7 @@ def test_swap_needs_room_on_the_host(
     configured: str, host_blocks: int, wanted: PreemptionMode
 ) -> None:
     kv = KVCacheManager(9, 4, host_blocks)
-    assert preemption(kv, configured).choose_mode(victim()) is wanted
+    assert victims(kv).mode(victim(), by(configured)) is wanted
 
 
 def step_of(num_tokens: int, num_requests: int, num_copies: int = 0) -> SchedulerOutput:
@@ -63,8 +68,7 @@ def test_auto_takes_what_costs_less_as_measured(
     costs.observe(step_of(3, 3), 0.05)
     costs.observe(step_of(13, 3), 0.05 + prefill_s)
     costs.observe(step_of(3, 3, num_copies=3), 0.05 + copies_s)
-    auto = Preemption(kv, costs, limits(preemption_mode="auto"))
-    assert auto.choose_mode(victim(num_computed=10)) is wanted
+    assert victims(kv, costs).mode(victim(num_computed=10), by("auto")) is wanted
 
 
 def test_steps_that_both_copy_and_prefill_say_nothing_about_either() -> None:
@@ -102,7 +106,7 @@ def running(kv: KVCacheManager, **computed: int) -> list[Request]:
 def test_each_policy_chooses_its_victim(policy: str, wanted: str) -> None:
     kv = KVCacheManager(20, 4, 0)
     requests = running(kv, a=8, b=4, c=16, d=5, e=12)
-    chosen = preemption(kv, "recompute", policy).choose_victim(requests)
+    chosen = victims(kv).choose(requests, by("recompute", policy))
     assert chosen.request_id == wanted  # cheapest: 2.5 tokens lost for each block freed, not 4
 
 
@@ -111,15 +115,4 @@ def test_only_the_least_urgent_are_victims(policy: str) -> None:
     kv = KVCacheManager(20, 4, 0)
     requests = running(kv, a=1, b=16, c=8)
     requests[2].order, requests[2].priority = (1, 0.0, 2), 1
-    assert preemption(kv, "recompute", policy).choose_victim(requests).request_id == "c"
-
-
-def test_headroom_doubles_with_every_preemption() -> None:
-    decides = preemption(KVCacheManager(100, 4, 0), "recompute")
-    rooms = [decides.headroom(victim(num_preemptions=n), num_running=3) for n in range(5)]
-    assert rooms == [1, 4, 10, 22, 46]
-
-
-def test_an_idle_engine_asks_for_no_headroom() -> None:
-    decides = preemption(KVCacheManager(500, 4, 0), "recompute")
-    assert decides.headroom(victim(num_preemptions=20), num_running=0) == 0
+    assert victims(kv).choose(requests, by("recompute", policy)).request_id == "c"

@@ -41,7 +41,7 @@ def test_preemptions_in_a_scheduler_raise_it_and_everything_still_finishes() -> 
     seen: set[int] = set()
 
     def watch(plan: object, deltas: object) -> None:
-        seen.add(scheduler._preemption.watermark.blocks)
+        seen.add(scheduler.headroom.watermark_blocks)
 
     assert set(run_until_done(scheduler, after=watch)) == set(names)
     assert 1 in seen

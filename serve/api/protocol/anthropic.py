@@ -9,6 +9,13 @@ from pydantic import Field
 from serve.api.protocol.common import Finite, Listed, RequestModel, ResponseModel, Whole
 
 
+class CacheControl(RequestModel):
+    """A mark: everything up to here is to stay in the prefix cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
 class InputBlock(RequestModel):
     """A block of a message: text, a tool's use, or its result."""
 
@@ -19,6 +26,7 @@ class InputBlock(RequestModel):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[dict[str, Any]] | None = None
+    cache_control: CacheControl | None = None
 
 
 class InputMessage(RequestModel):

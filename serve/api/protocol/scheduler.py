@@ -21,6 +21,7 @@ class SchedulerChanges(RequestModel):
     max_num_batched_tokens: int | None = None
     preemption_mode: Literal["recompute", "swap", "auto"] | None = None
     preemption_victim: str | None = None
+    thrash_guard: bool | None = None
     scheduling_policy: str | None = None
     step_order: str | None = None
     target_itl_ms: float | None = None

@@ -1,0 +1,82 @@
+"""`--limits-file`: what each client may ask for at once and over time, as YAML.
+
+    default:                      # for clients that are not named; all fields are optional
+      max_concurrent: 8           # generations at once
+      tokens_per_minute: 60000    # prompt and generated tokens
+    clients:                      # by API key if the server has several, else by the field user
+      sk-team-a:
+        name: team-a              # what messages and metrics call it
+        max_concurrent: 32
+        weight: 3                 # share under --scheduling-policy fair, relative to others
+
+Limits say what is refused, weights who goes first among what is not: they do not touch each other.
+A named client takes from `default` what its entry leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from serve.config import ServerConfig
+from serve.errors import ConfigError
+
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ClientEntry(BaseModel):
+    """One client's limits; None is no limit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    requests_per_minute: _Rate | None = None
+    tokens_per_minute: _Rate | None = None
+    weight: _Rate | None = None
+
+
+class LimitsFile(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    default: ClientEntry = ClientEntry()
+    clients: Mapping[str, ClientEntry] = Field(default_factory=dict)
+
+    def entry_of(self, client: str) -> ClientEntry:
+        """What holds for an API key or user."""
+        own = self.clients.get(client)
+        if own is None:
+            return self.default
+        return self.default.model_copy(update=own.model_dump(exclude_unset=True))
+
+
+def read_limits(config: ServerConfig) -> LimitsFile:
+    """The file that the settings name; without one, no limits. Raises ConfigError."""
+    if config.limits_file is None:
+        return LimitsFile()
+    path = Path(config.limits_file).expanduser()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        limits = LimitsFile.model_validate({} if content is None else content)
+    except OSError as error:
+        raise ConfigError(f"--limits-file {path} cannot be read ({error.strerror}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--limits-file {path} is not YAML: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"--limits-file {path}: {field}: {first['msg']}.") from error
+    for pair in config.client_weight:
+        client = pair.rpartition("=")[0]
+        if client in limits.clients and limits.clients[client].weight is not None:
+            raise ConfigError(
+                f"--limits-file {path}: clients.{client}.weight is also given by --client-weight; "
+                "keep one of them."
+            )
+    return limits

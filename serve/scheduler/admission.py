@@ -1,0 +1,135 @@
+"""Letting queued requests in: those that never ran, were preempted, or were swapped out."""
+
+from __future__ import annotations
+
+from serve.kv_cache.manager import KVCacheManager
+from serve.scheduler.back_pressure import BackPressure
+from serve.scheduler.headroom import Headroom
+from serve.scheduler.launched import LaunchedSteps
+from serve.scheduler.limits import SchedulerLimits
+from serve.scheduler.output import RowData
+from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.request import Request, RequestStatus
+from serve.scheduler.roster import Roster
+from serve.scheduler.service_order import ServiceOrder
+from serve.scheduler.totals import Totals
+
+
+class Admission:
+    """Gives queued requests their blocks, a row and their first tokens, in the order of service."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        roster: Roster,
+        launched: LaunchedSteps,
+        order: ServiceOrder,
+        back_pressure: BackPressure,
+        headroom: Headroom,
+        totals: Totals,
+    ) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._launched = launched
+        self._order = order
+        self._back_pressure = back_pressure
+        self._headroom = headroom
+        self._totals = totals
+
+    def admit_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
+        """Admit while there is budget, a row and room. Nobody overtakes the next in line."""
+        while plan.tokens_left and len(self._roster.running) < plan.limits.max_num_seqs:
+            request = self.next_in_line(plan)
+            if request is None:
+                return
+            if request.status is RequestStatus.SWAPPED:
+                has_blocks = self._swap_in(request, plan)
+            else:
+                has_blocks = may_start and self._start(request, plan)
+            if not has_blocks:
+                return
+            self._give_row(request, plan, now)
+
+    def next_in_line(self, plan: PlanBuilder) -> Request | None:
+        """None also while the next one's last step is out: its tokens are not all known."""
+        request = self._roster.next_in_line(may_start_long=plan.may_start_long())
+        return None if request is None or self._launched.name(request) else request
+
+    def num_blocks_needed(self, request: Request, limits: SchedulerLimits) -> int:
+        """Blocks that must be free for a queued request to be admitted."""
+        matched = self._match_prefix(request) if request.status is RequestStatus.WAITING else []
+        needed = self._kv.num_blocks_needed(request.num_tokens, matched)
+        return needed + self._room_beside(request, limits)
+
+    def _swap_in(self, request: Request, plan: PlanBuilder) -> bool:
+        """Bring a request's KV back if there is room."""
+        if not plan.may_start(request, request.num_uncomputed_tokens):
+            return False
+        copies = self._kv.swap_in(
+            request.request_id,
+            request.num_tokens,
+            keep_free=self._room_beside(request, plan.limits),
+        )
+        if copies is None:
+            return False
+        plan.swap_in += copies
+        self._totals.blocks_swapped += len(copies)
+        return True
+
+    def _start(self, request: Request, plan: PlanBuilder) -> bool:
+        """Give a waiting request its blocks if there is room."""
+        matched = self._match_prefix(request)
+        num_matched_tokens = len(matched) * self._kv.block_size
+        if not plan.may_start(request, request.num_uncomputed_tokens - num_matched_tokens):
+            return False
+        # Blocks for all known tokens, however few run now: a prompt that was begun must not find
+        # the pool full half way.
+        room = self._kv.grow(
+            request.request_id,
+            request.num_tokens,
+            matched=matched,
+            keep_free=self._room_beside(request, plan.limits),
+        )
+        if room is None:
+            return False
+        self._start_at(request, num_matched_tokens)
+        plan.has_prompt = True
+        return True
+
+    def _match_prefix(self, request: Request) -> list[int]:
+        if not self._kv.enable_prefix_caching:
+            return []
+        request.block_hashes.extend(request.token_ids)
+        return self._kv.match_prefix(request.block_hashes, request.num_matchable_tokens)
+
+    def _start_at(self, request: Request, num_matched_tokens: int) -> None:
+        """Take the tokens found in the prefix cache for computed."""
+        request.num_computed_tokens = num_matched_tokens
+        request.next_commit = num_matched_tokens + self._kv.block_size
+        if request.first_scheduled_time is None and self._kv.enable_prefix_caching:
+            request.num_cached_tokens = num_matched_tokens
+            self._totals.prefix_cache_queries += request.num_tokens
+            self._totals.prefix_cache_hits += num_matched_tokens
+
+    def _give_row(self, request: Request, plan: PlanBuilder, now: float) -> None:
+        """A row, and the first tokens, for a request that has its blocks."""
+        self._roster.admit(request)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+            self._back_pressure.note_start(now)
+            self._order.started(request)
+        block_ids = self._kv.block_ids(request.request_id)
+        plan.admitted.append(
+            RowData(
+                request_id=request.request_id,
+                sampling=request.sampling,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                block_ids=block_ids,
+            )
+        )
+        request.num_slots = len(block_ids) * self._kv.block_size
+        plan.place(request, plan.share_of(request.num_uncomputed_tokens), [])
+
+    def _room_beside(self, request: Request, limits: SchedulerLimits) -> int:
+        return self._headroom.blocks(request, len(self._roster.running), limits)

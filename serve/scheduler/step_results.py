@@ -1,0 +1,114 @@
+"""Taking in what a step sampled, or that it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serve.kv_cache.manager import KVCacheManager
+from serve.messages import FinishReason, TokenDelta
+from serve.scheduler.launched import LaunchedSteps
+from serve.scheduler.output import ScheduledRequest, SchedulerOutput, StepResult
+from serve.scheduler.preemption import Preemption
+from serve.scheduler.progress import count_prompt_tokens, describe_gain
+from serve.scheduler.request import Request, RequestStatus
+from serve.scheduler.roster import Roster
+from serve.scheduler.step_costs import StepCosts
+from serve.scheduler.stopping import append_until_end
+from serve.scheduler.totals import Totals
+
+FINISHED = RequestStatus.FINISHED
+
+
+class StepResults:
+    """Retires launched steps, oldest first. `end` frees all that a request has."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        roster: Roster,
+        launched: LaunchedSteps,
+        costs: StepCosts,
+        totals: Totals,
+        preemption: Preemption,
+        end: Callable[[Request, FinishReason], None],
+    ) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._launched = launched
+        self._costs = costs
+        self._totals = totals
+        self._preemption = preemption
+        self._end = end
+
+    def take_in(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[TokenDelta]:
+        """Append the tokens of the oldest step still out; end and free what has finished."""
+        step = self._launched.retire(plan, now)
+        if plan.scheduled:
+            self._costs.observe(plan, self._launched.last_duration_s)
+            self._totals.step_tokens.append(plan.num_scheduled_tokens)
+        deltas: list[TokenDelta] = []
+        tell, make = deltas.append, tuple.__new__  # half the price of a named tuple's own
+        nothing_else = TokenDelta("", [])[2:]
+        num_generated = 0
+        tells_logprobs = bool(result.logprobs or result.prompt_logprobs)
+        for entry, request in zip(plan.scheduled, step.requests, strict=True):
+            if request.status is FINISHED:  # ended while the step was out
+                continue
+            request_id, start, num_tokens, _, _, samples = entry
+            if start < request.num_prompt_tokens:
+                self._totals.prompt_tokens += count_prompt_tokens(entry, request)
+            if start + num_tokens >= request.next_commit:
+                self._commit(entry, request)
+            reason = None
+            if samples:
+                token_ids = result.token_ids[request_id]
+                reason = append_until_end(request, token_ids)
+                if reason is None and not (tells_logprobs or request.owes_times):
+                    tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
+                    num_generated += len(token_ids)
+                    continue  # nearly all of a busy step is this
+            delta = describe_gain(entry, request, result, reason, now)
+            if delta is not None:
+                deltas.append(delta)
+                num_generated += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self._end(request, delta.finish_reason)
+        self._totals.generation_tokens += num_generated
+        self._roster.drop_ended()
+        return deltas
+
+    def fail(self, plan: SchedulerOutput, reason: str, now: float) -> list[TokenDelta]:
+        """End the requests of a step that raised; nothing it should have written is used again."""
+        step = self._launched.retire(plan, now)
+        self._roster.release_again(plan.released)
+        failed = step.requests + [r for r in step.preempted if self._lost_its_copy(r)]
+        deltas = []
+        for request in failed:
+            if request.status is not FINISHED:
+                self._end(request, FinishReason.ERROR)
+                deltas.append(
+                    TokenDelta(
+                        request.request_id,
+                        [],
+                        finish_reason=FinishReason.ERROR,
+                        error=reason,
+                        times=request.times(now),
+                    )
+                )
+        self._roster.drop_ended()
+        return deltas
+
+    def _commit(self, entry: ScheduledRequest, request: Request) -> None:
+        """Blocks that this step has filled may be found by others from now on."""
+        computed = entry.start + entry.num_tokens
+        request.next_commit = (computed // self._kv.block_size + 1) * self._kv.block_size
+        if self._kv.enable_prefix_caching and request.status is RequestStatus.RUNNING:
+            request.block_hashes.extend(request.token_ids)
+            self._kv.commit(request.request_id, request.block_hashes, computed)
+
+    def _lost_its_copy(self, victim: Request) -> bool:
+        """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
+        if victim.status is RequestStatus.SWAPPED and not self._launched.name(victim):
+            self._preemption.recompute_later(victim)
+            return False
+        return victim.status is not RequestStatus.WAITING
