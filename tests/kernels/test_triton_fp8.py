@@ -16,7 +16,7 @@ from serve.kernels.triton.kv_write import write_kv
 from serve.kernels.triton.tiles import Tile, load_tiles
 from tests.kernels.ragged import Options, Shape, make_step, relative_error
 
-MIX = [(1, 1), (1, 75), (3, 3), (19, 83)]
+MIX = [(1, 1), (1, 70), (3, 3), (9, 40)]
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 FORMS = {"bytes": torch.uint8, "e4m3": torch.float8_e4m3fn}
 ALL = Options(softcap=20.0, window=60, sinks=torch.tensor([1.0, -1.0, 4.0, 0.5]))
@@ -61,8 +61,9 @@ def test_every_number_is_rounded_to_the_nearest_and_bounded(form: str, dtype: to
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [*((dtype, 64) for dtype in BOUNDS), (torch.bfloat16, 80)], ids=str
+)
 def test_a_mixed_step_over_an_e4m3_cache_is_exact_but_for_the_caches_own_rounding(
     form: str, dtype: torch.dtype, head_dim: int
 ) -> None:
@@ -107,20 +108,15 @@ def test_scores_are_scaled_before_they_are_capped(
     )
 
 
-def test_one_scale_for_all_heads_is_a_table_of_equal_scales() -> None:
-    shape = Shape(num_heads=4, num_kv_heads=2, e4m3=True)
-    step = make_step(BACKEND, shape, MIX)
+def test_twice_the_values_scale_is_twice_the_result() -> None:
+    step = make_step(BACKEND, Shape(num_heads=4, num_kv_heads=2, e4m3=True), [(1, 20), (3, 3)])
     assert step.kv_scales is not None
-    step.kv_scales[:] = torch.tensor([[0.5], [2.0]])
-    fresh = make_step(BACKEND, shape, MIX, seed=1)
-    stored = step.kv.float()[:, 1:].isfinite().all(-1)
-    assert stored.any()
+    step.kv_scales[:] = torch.tensor([[0.5], [2.0]])  # one for all heads
 
-    doubled = step.attend(BACKEND, Options())
+    once = step.attend(BACKEND, Options())
     step.kv_scales[1] *= 2
 
-    torch.testing.assert_close(step.attend(BACKEND, Options()), doubled * 2)
-    assert relative_error(fresh.attend(BACKEND, Options()), fresh.exact(Options())) < 1e-5
+    torch.testing.assert_close(step.attend(BACKEND, Options()), once * 2)
 
 
 def test_a_cache_has_scales_if_it_is_e4m3_and_only_then() -> None:
