@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from serve.errors import ConfigError
 from serve.models import gguf_names, safetensors_files
 from serve.models.gguf_file import GGUFFile
+from serve.models.model_config import make_config, read_config
 
 Format = Literal["safetensors", "gguf", "dummy"]
 
@@ -63,7 +62,7 @@ def open_checkpoint(path: Path, load_format: str) -> Checkpoint:
         raise ConfigError(f"{path}: no .gguf file here, which --load-format gguf needs")
     if not path.is_dir():
         raise ConfigError(f"{path}: not a model; give a model folder or a .gguf file")
-    config = _read_config(path)
+    config = read_config(path)
     files = () if load_format == "dummy" else safetensors_files.find_files(path)
     return Checkpoint(
         path=path,
@@ -94,16 +93,12 @@ def _find_gguf(path: Path, load_format: str) -> Path | None:
 def _open_gguf(file: Path, load_format: str) -> Checkpoint:
     with GGUFFile(file) as opened:
         values = gguf_names.config_values(opened)
-        config_class = gguf_names.model_type(file, opened.settings)
+        model_type = gguf_names.model_type(file, opened.settings)
         kinds = {tensor.kind.name for tensor in opened.tensors}
-    try:
-        config = AutoConfig.for_model(config_class, **values)
-    except Exception as error:  # transformers' validators raise every kind
-        raise ConfigError(f"{file}: {_first_line(error)}") from error
     return Checkpoint(
         path=file,
         format="dummy" if load_format == "dummy" else "gguf",
-        hf_config=config,
+        hf_config=make_config(file, model_type, values),
         # Quantized weights have no dtype of their own; bfloat16 holds their range.
         dtype=torch.float16 if "F16" in kinds else torch.bfloat16,
         files=() if load_format == "dummy" else (file,),
@@ -122,35 +117,6 @@ def _gguf_tensors(file: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
                 continue  # read into the config
             name = gguf_names.hf_name(tensor.name, config.model_type)
             yield name, gguf_names.hf_value(name, opened.load(tensor), config)
-
-
-def _read_config(folder: Path) -> Any:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{file}: the file is missing; {folder} is not a model folder")
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}); download it again") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise ConfigError(f"{file}: it has no model_type; use a transformers model's config.json")
-    if content.get("quantization_config"):
-        method = content["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(
-            f"{file}: weights quantized with {method} cannot be served; use the model's "
-            "unquantized weights or a .gguf file"
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers' validators raise every kind
-        raise ConfigError(
-            f"{file}: model type {content['model_type']!r} cannot be served: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(error).__name__
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:

@@ -60,7 +60,7 @@ class GGUFFile:
                 raise ConfigError(f"{path}: the file is empty; download it again") from error
         try:
             self.settings, self.tensors = _Header(self._bytes).read()
-        except (struct.error, ValueError, KeyError, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, ValueError, KeyError, ArithmeticError, RecursionError) as error:
             self._bytes.close()
             raise ConfigError(
                 f"{path}: not a readable GGUF file ({error}); download it again"
@@ -96,7 +96,13 @@ class GGUFFile:
         elif tensor.kind.name == "F16":
             values = raw.view(np.float16).astype(np.float32)
         else:
-            values = dequantize(_long_rows(raw, math.prod(tensor.shape[:-1])), tensor.kind)
+            try:
+                values = dequantize(_long_rows(raw, math.prod(tensor.shape[:-1])), tensor.kind)
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"{self.path}: tensor {tensor.name} is quantized as {tensor.kind.name}, which "
+                    "cannot be read; use a file of another quantization"
+                ) from error
         # torch wants memory it may write to, and a view of the file is not.
         return torch.from_numpy(np.require(values, requirements="W")).view(tensor.shape)
 
@@ -126,7 +132,9 @@ class _Header:
         num_tensors, num_settings = self._scalar("<Q"), self._scalar("<Q")
         settings = {self._string(): self._value(self._scalar("<I")) for _ in range(num_settings)}
         entries = [self._entry() for _ in range(num_tensors)]
-        alignment = int(settings.get("general.alignment", 32))
+        alignment = settings.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
         return settings, [
             GGUFTensor(name, shape, kind, start + offset, _num_bytes(name, shape, kind))

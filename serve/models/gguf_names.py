@@ -105,6 +105,11 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         return _config_values(file, hf_model_type, own)
     except KeyError as error:
         raise ConfigError(f"{file.path}: the file lacks {architecture}.{error.args[0]}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or zero for a number
+        raise ConfigError(
+            f"{file.path}: its {architecture} settings cannot be used ({error}); download it again "
+            "or use the model's safetensors folder"
+        ) from error
 
 
 def _config_values(file: GGUFFile, hf_model_type: str, own: Mapping[str, Any]) -> dict[str, Any]:

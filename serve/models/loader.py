@@ -23,8 +23,8 @@ _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store it; the config says t
 def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     """Fill each target with the checkpoint's tensor of its name, converting the dtype.
 
-    Raises ConfigError naming the file and tensor when one is missing, has another shape, or has no
-    target.
+    Raises ConfigError naming the file and tensor when one is missing, has another shape or no
+    floating-point numbers, or has no target.
     """
     started = time.monotonic()
     missing = set(targets)
@@ -42,6 +42,12 @@ def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
                 raise ConfigError(
                     f"{file}: tensor {name} has shape {list(tensor.shape)}, but the config asks "
                     f"for {list(target.shape)}; config.json and weights do not belong together"
+                )
+            if not tensor.is_floating_point():
+                raise ConfigError(
+                    f"{file}: tensor {name} holds {str(tensor.dtype).removeprefix('torch.')} "
+                    "numbers, not floating point ones; quantized checkpoints cannot be served, use "
+                    "the model's unquantized weights or a .gguf file"
                 )
             target.copy_(tensor)
             missing.discard(name)

@@ -25,6 +25,8 @@ def find_files(folder: Path) -> tuple[Path, ...]:
     else:
         raise ConfigError(f"{folder}: {_no_weights(folder)}")
     for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file}: not a file; download it again")
         for _ in _open(file):
             pass
     return tuple(files)
@@ -67,7 +69,9 @@ def _files_of_index(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("file names must be text")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{index}: not a readable index ({error!r}); download it again"
         ) from error

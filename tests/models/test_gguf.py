@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,45 @@ def test_files_that_cannot_be_served_are_refused_by_name(
         open_checkpoint(tmp_path / "m.gguf", "auto")
 
     assert "m.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"attention.head_count": 0}, "settings cannot be used"),
+        ({"attention.head_count_kv": 0}, "num_key_value_heads is 0"),
+        ({"block_count": "two"}, "num_hidden_layers"),
+        ({"context_length": 0}, "max_position_embeddings is 0"),
+        ({"rope.freq_base": "large"}, "settings cannot be used"),
+    ],
+)
+def test_ops_13_impossible_settings_of_a_gguf_file_are_one_clear_line(
+    tmp_path: Path, settings: dict[str, Any], complaint: str
+) -> None:
+    write_gguf(tmp_path / "m.gguf", make_model(make_config("llama")), "llama", settings=settings)
+
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        open_checkpoint(tmp_path / "m.gguf", "auto")
+
+    assert "m.gguf" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_quantization_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_rot_embd.weight": np.zeros(3, dtype=np.int32)}
+    write_gguf(tmp_path / "m.gguf", make_model(make_config("llama")), "llama", extra=extra)
+
+    with pytest.raises(ConfigError, match=r"attn_rot_embd\.weight is quantized as I32"):
+        load(tmp_path / "m.gguf")
+
+
+def test_ops_13_a_header_of_arrays_in_arrays_is_refused(tmp_path: Path) -> None:
+    key = struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    nested = key + struct.pack("<IQ", 9, 1) * 5000
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + nested)
+
+    with pytest.raises(ConfigError, match="not a readable GGUF file"):
+        open_checkpoint(tmp_path / "m.gguf", "auto")
 
 
 def test_a_tensor_nobody_knows_is_refused(tmp_path: Path) -> None:

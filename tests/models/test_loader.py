@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +152,40 @@ def test_ops_13_a_missing_shard_is_named(folder: Path) -> None:
         open_checkpoint(folder, "auto")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "{}"])
+def _directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _fifo(file: Path) -> None:
+    """Opening one waits for a writer, for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("put_there", [_directory, _fifo])
+def test_ops_13_a_weight_file_that_is_no_file_is_named(
+    folder: Path, put_there: Callable[[Path], None]
+) -> None:
+    put_there(folder / "model.safetensors")
+
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a file"):
+        open_checkpoint(folder, "auto")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"weight_map": 3}',
+        "{}",
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": null}}',
+        '{"weight_map": {"a": ["b"]}}',
+        "[" * 100_000,
+    ],
+)
 def test_ops_13_a_damaged_index_is_named(folder: Path, content: str) -> None:
     _shard(folder)
     (folder / "model.safetensors.index.json").write_text(content)
@@ -166,10 +200,14 @@ def test_ops_13_a_damaged_index_is_named(folder: Path, content: str) -> None:
         ("{not json", "not valid JSON"),
         ("", "not valid JSON"),
         ("[1]", "no model_type"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"model_type": 5}', "no model_type"),
         ('{"hidden_size": 3}', "no model_type"),
         ('{"model_type": "nonesuch"}', "'nonesuch'"),
-        ('{"model_type": "llama", "hidden_size": "many"}', "'llama' cannot be served"),
+        ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size is 'many'"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "gptq"),
+        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "an unknown method"),
+        ('{"model_type": "llama", "quantization_config": "awq"}', "an unknown method"),
     ],
 )
 def test_ops_13_a_bad_config_is_named(folder: Path, content: str, complaint: str) -> None:
@@ -180,6 +218,45 @@ def test_ops_13_a_bad_config_is_named(folder: Path, content: str, complaint: str
 
     assert str(folder / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+SIZES_OF_A_CONFIG = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+]
+
+
+@pytest.mark.parametrize("name", SIZES_OF_A_CONFIG)
+@pytest.mark.parametrize("value", [0, -1, 2.5, "many", True])
+def test_ops_13_an_impossible_size_in_the_config_is_named(
+    folder: Path, name: str, value: object
+) -> None:
+    _edit_config(folder, **{name: value})
+
+    with pytest.raises(ConfigError, match=name) as caught:
+        open_checkpoint(folder, "auto")
+
+    assert str(folder / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.complex64]
+)
+def test_a_tensor_without_floating_point_numbers_is_refused(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    _edit_weights(folder, lambda w: w.update({name: torch.ones(48, 32, dtype=dtype)}))
+
+    with pytest.raises(ConfigError, match=f"{name} holds {str(dtype)[6:]} numbers"):
+        load(folder)
 
 
 def test_ops_13_missing_things_are_named(folder: Path) -> None:
