@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve.errors import OutOfMemory
-from serve.kernels.base import ForwardContext, Kernels, SamplingKernels
+from serve.kernels.base import ForwardContext, Kernels, LogprobTensors, SamplingKernels
 from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
@@ -23,7 +23,7 @@ from serve.worker.device import Device, PendingCopy
 from serve.worker.graphs import DecodeGraphs
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
 from serve.worker.logit_edits import LogitEditor
-from serve.worker.logprobs import LogprobTensors, PendingLogprobs, concatenate
+from serve.worker.logprobs import PendingLogprobs, concatenate
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampler import LogprobsMode, Sampler
 from serve.worker.uploads import Uploads
