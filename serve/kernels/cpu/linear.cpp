@@ -48,6 +48,9 @@ void copy_columns(const Target& from, const Shape& s, int64_t first_row, int64_t
   }
 }
 
+// Rows whose accumulators for a whole panel, and what unpacks it, fit into the registers.
+constexpr int kWholePanelRows = kRegisters == 1 ? 8 : 4;
+
 template <class Storage>
 const uint8_t* place(const uint8_t* packed, int64_t in, int64_t panel, int64_t k) {
   return packed + (panel * in + k) / Storage::kDepth * Storage::kBytes;
@@ -66,16 +69,22 @@ void multiply_panels(const Shape& s, const uint8_t* packed, int64_t panel, const
     }
     multiply_tile<R, P>(s.rows, s.in, panels, kLanes, s.in, out.at, out.stride, false, Storage{});
   } else {
-    multiply_blocks<R, Storage>(s.rows, s.in, at, s.in, out.at, out.stride);
+    if constexpr (R <= kWholePanelRows) {
+      multiply_blocks<R, P, Storage>(s.rows, s.in, at, panel_bytes, s.in, out.at, out.stride);
+    } else {
+      multiply_register<R, 0, Storage>(s.rows, s.in, at, s.in, out.at, out.stride);
+      if constexpr (kRegisters == 2) {
+        multiply_register<R, 1, Storage>(s.rows, s.in, at, s.in, out.at, out.stride);
+      }
+    }
   }
 }
 
-// So few rows that memory, or the unpacking of blocks, is the limit: weights are read once, in
-// registers only. Plain ones are read several panels abreast, which keeps memory busier than
-// fetching the next one ahead and covers the latency of fma.
+// So few rows that memory, or the unpacking of blocks, is the limit: weights are read in registers
+// only. Where few accumulators would wait for fma, several panels are read abreast.
 template <int R, class Storage>
 void few_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64_t last_panel) {
-  constexpr int P = Storage::kDepth == kPlain ? 4 / R : 1;
+  constexpr int P = Storage::kDepth == kPlain ? 4 / R : R == 1 ? 2 : 1;
   int64_t panel = first_panel;
   for (; panel + P <= last_panel && (panel + P) * kLanes <= s.out; panel += P) {
     multiply_panels<R, P, Storage>(s, packed, panel, {s.result + panel * kLanes, s.out});
@@ -169,8 +178,10 @@ void many_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64
   });
 }
 
+// Up to eight rows of blocks, unpacking them in registers beats keeping them unpacked (by a fifth
+// at eight rows, measured); beyond, it does not.
 template <class Storage>
-constexpr int kFewRows = Storage::kDepth == kPlain ? 2 : 4;
+constexpr int kFewRows = Storage::kDepth == kPlain ? 2 : 8;
 
 template <class Storage>
 void multiply(Pool& pool, const Shape& s, const void* weights) {

@@ -22,6 +22,17 @@ struct Vec {
   __m512 v;
 };
 
+// One of the registers that hold sixteen lanes.
+constexpr int kRegisters = 1;
+using Register = __m512;
+template <int I>
+inline Register register_of(Vec a) {
+  return a.v;
+}
+inline Register splat_register(float x) { return _mm512_set1_ps(x); }
+inline Register fma(Register a, Register b, Register c) { return _mm512_fmadd_ps(a, b, c); }
+inline void store(float* p, Register a) { _mm512_storeu_ps(p, a); }
+
 inline Vec splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
@@ -75,6 +86,17 @@ constexpr int kMaxTileRows = 6;  // 6 rows x 1 panel = 12 of 16 registers
 struct Vec {
   __m256 lo, hi;
 };
+
+// One of the registers that hold sixteen lanes.
+constexpr int kRegisters = 2;
+using Register = __m256;
+template <int I>
+inline Register register_of(Vec a) {
+  return I == 0 ? a.lo : a.hi;
+}
+inline Register splat_register(float x) { return _mm256_set1_ps(x); }
+inline Register fma(Register a, Register b, Register c) { return _mm256_fmadd_ps(a, b, c); }
+inline void store(float* p, Register a) { _mm256_storeu_ps(p, a); }
 
 inline Vec splat(float x) {
   __m256 v = _mm256_set1_ps(x);
