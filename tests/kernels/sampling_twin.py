@@ -31,7 +31,7 @@ OFF = {"temperature": 1.0, "top_k": 2.0**24, "top_p": 2.0, "min_p": 0.0}
 
 def controls(rows: int, **wishes: float) -> Tensor:
     """[rows, 4]: the same wishes for each."""
-    return torch.tensor([list((OFF | wishes).values())] * rows)
+    return torch.tensor(list((OFF | wishes).values())).repeat(rows, 1)
 
 
 def keys(rows: int, first_seed: int = 0) -> Tensor:

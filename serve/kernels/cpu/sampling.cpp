@@ -16,6 +16,7 @@ namespace serve {
 namespace {
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr float kNear = -12.0f;  // scaled; 150,000 tokens below hold less than the best one
 
 struct Controls {
   float temperature, top_k, top_p, min_p;
@@ -52,16 +53,24 @@ class Draw {
     }
     int64_t token = draw(limit);
     if (controls_.top_p >= 1.0f) return token;
+    // Most draws are within a part of the mass that few tokens hold; the others need all of it.
+    double more_likely = mass_above(token);
+    if (more_likely < controls_.top_p * mass(tokens_, scale_, std::max(limit, kNear))) return token;
     const double goal = controls_.top_p * mass(tokens_, scale_, limit);
-    while (true) {
-      limit = std::nextafter(scale_(row_[token]), -kMinusInfinity);
-      const double more_likely = mass(tokens_, scale_, limit);
-      if (more_likely == 0.0 || more_likely < goal) return token;
-      token = draw(limit);
+    while (more_likely > 0.0 && more_likely >= goal) {
+      token = draw(above(token));
+      more_likely = mass_above(token);
     }
+    return token;
   }
 
  private:
+  // The least scaled logit of what is more likely than a token.
+  float above(int64_t token) const {
+    return std::nextafter(scale_(row_[token]), -kMinusInfinity);
+  }
+  double mass_above(int64_t token) const { return mass(tokens_, scale_, above(token)); }
+
   // Leaves in view what may be as likely as the top_k-th token; returns that one's scaled logit.
   float keep_top(int64_t top_k) {
     const float reached = scale_(reached_by(top_k, maxima_, vocab_));

@@ -15,7 +15,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // Tokens behind each vector of maxima: a lane of it stands for kMaximaBlock / kLanes of them.
-constexpr int64_t kMaximaBlock = 1024;
+constexpr int64_t kMaximaBlock = 512;
 
 inline int64_t num_maxima(int64_t vocab) {
   return (vocab + kMaximaBlock - 1) / kMaximaBlock * kLanes;
