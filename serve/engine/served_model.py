@@ -5,7 +5,6 @@ Defaults come from `generation_config.json`; a field that a request gives always
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Literal
 
 from serve.engine.gguf_settings import find_gguf
 from serve.engine.gguf_tokenizer import read_gguf_end_ids
+from serve.engine.json_files import read_json_object
 from serve.errors import ConfigError, InvalidRequest
 from serve.sampling_params import SamplingParams
 
@@ -53,28 +53,16 @@ def read_generation_config(model_path: Path, mode: Literal["auto", "none"]) -> G
     if gguf_file is not None:
         return GenerationConfig(read_gguf_end_ids(gguf_file))
     generation_path = model_path / "generation_config.json"
-    generation = _read_json(generation_path)
+    generation = read_json_object(generation_path)
     end = generation.get("eos_token_id")
     if end is None:
-        end = _read_json(model_path / "config.json").get("eos_token_id")
+        end = read_json_object(model_path / "config.json").get("eos_token_id")
     defaults: dict[str, float | int] = {}
     if mode == "auto":
         defaults = _sampling_defaults(generation, generation_path)
         if defaults:
             logger.info("sampling defaults from %s: %s", generation_path.name, defaults)
     return GenerationConfig(_end_ids(end, generation_path), defaults)
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); fetch it again.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
-    return value
 
 
 def _end_ids(value: object, path: Path) -> frozenset[int]:

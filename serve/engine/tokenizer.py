@@ -1,8 +1,7 @@
 """Text ↔ ids, and chats → ids, off the event loop.
 
-transformers reads a folder's tokenizer files of whatever kind; from then on the `tokenizers`
-library does the work, because its batch call releases the interpreter lock (its single call and
-transformers' wrapper do not) and changes no shared state, so that threads may share it.
+The `tokenizers` library does the work: its batch call releases the interpreter lock (its single
+call and transformers' wrapper do not) and changes no shared state, so that threads may share it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +19,8 @@ from tokenizers import Tokenizer as Backend
 from serve.engine.chat_messages import Message, for_template
 from serve.engine.chat_template import ChatTemplate
 from serve.engine.detokenizer import Detokenizer
-from serve.engine.gguf_settings import find_gguf
-from serve.engine.gguf_tokenizer import read_gguf_tokenizer
 from serve.engine.token_bytes import TokenBytes
+from serve.engine.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from serve.errors import ConfigError, InvalidRequest
 from serve.sampling_params import SamplingParams
 
@@ -32,18 +29,6 @@ NUM_THREADS = 2
 TEMPLATE_TIME_LIMIT_S = 5.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """What a checkpoint's tokenizer files say, beside the backend itself.
-
-    `special_tokens` are the names templates use (bos_token, eos_token …) with their text.
-    `templates` are chat templates by name; the plain one is "default".
-    """
-
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    templates: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tokenizer:
@@ -74,7 +59,7 @@ class Tokenizer:
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
         """From a model folder or a .gguf file. `chat_template`, a file or the text itself, replaces
         the model's own. Raises ConfigError."""
-        backend, files = _read_files(path)
+        backend, files = read_tokenizer_files(path)
         if chat_template is not None:
             text = _template_text(chat_template)
             files = TokenizerFiles(files.special_tokens, {"default": text})
@@ -237,35 +222,3 @@ def _template_text(chat_template: str) -> str:
         raise ConfigError(
             f"--chat-template {chat_template[:200]}: not a readable file ({error}), nor Jinja text."
         ) from error
-
-
-def _read_files(path: Path) -> tuple[Backend, TokenizerFiles]:
-    gguf_file = find_gguf(path)
-    if gguf_file is None:
-        return _read_folder(path)
-    backend, special_tokens, templates = read_gguf_tokenizer(gguf_file)
-    return backend, TokenizerFiles(special_tokens, templates)
-
-
-def _read_folder(path: Path) -> tuple[Backend, TokenizerFiles]:
-    # transformers takes seconds to import: a .gguf file does without
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for missing or broken files
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(
-            f"No tokenizer could be read from {path} ({reason}); the folder needs a "
-            "tokenizer.json, or a tokenizer.model, with its tokenizer_config.json."
-        ) from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Backend):
-        raise ConfigError(
-            f"{path} has a {type(tokenizer).__name__}, which is not of the tokenizers library; "
-            "convert it to a tokenizer.json."
-        )
-    template = tokenizer.chat_template
-    templates = {"default": template} if isinstance(template, str) else dict(template or {})
-    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
-    return backend, TokenizerFiles(special, templates)

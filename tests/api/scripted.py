@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from serve.engine.tokenizer import Tokenizer, TokenizerFiles
+from serve.engine.tokenizer import Tokenizer
+from serve.engine.tokenizer_files import TokenizerFiles
 from serve.messages import (
     AbortRequests,
     AddRequest,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from serve.engine.tokenizer import Tokenizer, TokenizerFiles
+from serve.engine.tokenizer import Tokenizer
+from serve.engine.tokenizer_files import TokenizerFiles
 from serve.errors import ConfigError, InvalidRequest
 from tests.engine.tiny_tokenizers import CHATML, byte_level, sentencepiece, served
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from serve.engine.tokenizer import Tokenizer as ServeTokenizer
-from serve.engine.tokenizer import TokenizerFiles
+from serve.engine.tokenizer_files import TokenizerFiles
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
