@@ -30,8 +30,8 @@ from serve.engine.build import build_engine_core
 from serve.engine.inline import InlineClient
 from serve.engine.observer import NoObserver
 from serve.engine.outputs import RequestOutput
+from serve.engine.placeholder_tokenizer import load_tokenizer
 from serve.engine.served_model import read_generation_config
-from serve.engine.tokenizer import Tokenizer
 from serve.errors import ConfigError, EngineDead, InvalidRequest
 from serve.hub import DEFAULT_MODEL, find_model
 from serve.messages import EngineReady, EngineStats, TokenLogprobs
@@ -82,7 +82,7 @@ class LLM:
         self._stats = _LastStats()
         self._engine = AsyncEngine(
             client,
-            Tokenizer.load(path),
+            load_tokenizer(path, config.model.load_format),
             self._stats,
             names=(config.model.model or DEFAULT_MODEL.name,),
             generation=read_generation_config(path, "none"),

@@ -24,9 +24,9 @@ from serve.api.limits_file import read_limits
 from serve.api.metrics import Metrics
 from serve.config import EngineConfig, ServerConfig, api_keys_from_environment
 from serve.engine.async_engine import AsyncEngine
+from serve.engine.placeholder_tokenizer import load_tokenizer
 from serve.engine.process import ProcessClient
 from serve.engine.served_model import read_generation_config
-from serve.engine.tokenizer import Tokenizer
 from serve.errors import ConfigError
 from serve.hub import DEFAULT_MODEL, find_model
 
@@ -72,7 +72,7 @@ class _Server:
         self._metrics = Metrics(server.metrics_prefix)
         self._engine = AsyncEngine(
             ProcessClient(config, model_path),
-            Tokenizer.load(model_path, server.chat_template),
+            load_tokenizer(model_path, config.model.load_format, server.chat_template),
             self._metrics,
             names=server.served_model_name or (config.model.model or DEFAULT_MODEL.name,),
             generation=read_generation_config(model_path, server.generation_config),

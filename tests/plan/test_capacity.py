@@ -113,6 +113,20 @@ def test_matrices_on_a_cpu_take_what_its_packer_takes(
     )
 
 
+def test_an_eight_bit_cache_takes_a_quarter_of_fp32s_and_the_engine_agrees(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    sizes = {"kv_cache_memory_bytes": Count(100_000), "block_size": 4}
+    options = PlanConfig(memory=Count(4 * GIB))
+
+    plain = plan_capacity(config(**sizes), options, tmp_path)
+    narrow = plan_capacity(config(**sizes, kv_cache_dtype="fp8"), options, tmp_path)
+    worker = Worker(config(**sizes, kv_cache_dtype="fp8"), tmp_path)
+
+    assert narrow.block_bytes * 4 == plain.block_bytes
+    assert narrow.cache is not None
+    assert narrow.cache.num_blocks == worker.info.num_blocks
+
+
 def test_a_large_model_is_measured_without_its_memory(tmp_path: Path) -> None:
     """Llama 3.1 8B's published numbers."""
     large = make_config(
