@@ -76,7 +76,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Free the model."""
-        self._core.executor.close()
+        self._core.close()
 
     def _message(self, prompt: list[int], max_tokens: int) -> AddRequest:
         self._num_requests += 1

@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_machine import Machine, Rates
+from benchmarks.gpu_plan import Row
 from serve.kernels.base import AttentionMetadata
 from serve.kernels.triton import triton_kernels
 
 
-def decode_table(machine: Machine, rates: Rates) -> list[dict[str, float]]:
+def decode_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
     """Keys and values read per second, per batch and context, and the share of copy bandwidth."""
-    rows = []
     for batch in machine.decode_batches:
         for context in machine.decode_contexts:
-            time = attention_seconds(machine, query_lens=[1] * batch, seq_lens=[context] * batch)
-            num_bytes = 2 * batch * context * machine.num_kv_heads * machine.head_dim
-            gb_s = num_bytes * machine.dtype.itemsize / time / 1e9
-            rows.append(
-                {
+            for e4m3 in (False, True):
+                time = attention_seconds(machine, [1] * batch, [context] * batch, e4m3=e4m3)
+                num_bytes = 2 * batch * context * machine.num_kv_heads * machine.head_dim
+                gb_s = num_bytes * (1 if e4m3 else machine.dtype.itemsize) / time / 1e9
+                yield {
                     "batch": batch,
                     "context": context,
+                    "e4m3": e4m3,
                     "microseconds": time * 1e6,
                     "GB/s": gb_s,
                     "share of copy": gb_s / rates.copy_gb_s,
                 }
-            )
-    return rows
 
 
-def prefill_table(machine: Machine, rates: Rates) -> list[dict[str, float]]:
+def prefill_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
     """Rate of one causal prompt, its share of the matmul rate, and torch's attention beside it."""
-    rows = []
     for length in machine.prefill_lens:
-        time = attention_seconds(machine, query_lens=[length], seq_lens=[length])
+        time = attention_seconds(machine, [length], [length])
         flops = 2 * length * length * machine.num_heads * machine.head_dim  # half of them masked
         tflop_s = flops / time / 1e12
-        rows.append(
-            {
-                "length": length,
-                "microseconds": time * 1e6,
-                "TFLOP/s": tflop_s,
-                "share of matmul": tflop_s / rates.matmul_tflop_s,
-                "times torch's speed": torch_seconds(machine, length) / time,
-            }
-        )
-    return rows
+        yield {
+            "length": length,
+            "microseconds": time * 1e6,
+            "TFLOP/s": tflop_s,
+            "share of matmul": tflop_s / rates.matmul_tflop_s,
+            "times torch's speed": torch_seconds(machine, length) / time,
+        }
 
 
-def attention_seconds(machine: Machine, query_lens: list[int], seq_lens: list[int]) -> float:
+def attention_seconds(
+    machine: Machine, query_lens: list[int], seq_lens: list[int], *, e4m3: bool = False
+) -> float:
     """Time of one layer's attention, the blocks of all requests shuffled together."""
     backend = triton_kernels().attention
     blocks_per_row = -(-max(seq_lens) // machine.block_size)
@@ -62,6 +61,10 @@ def attention_seconds(machine: Machine, query_lens: list[int], seq_lens: list[in
         dtype=machine.dtype,
         device=machine.device,
     ).normal_()
+    kv_scales = None
+    if e4m3:
+        kv = kv.to(torch.float8_e4m3fn)
+        kv_scales = torch.ones(2, machine.num_kv_heads, device=machine.device)
     table = torch.randperm(num_blocks, device=machine.device).view(len(seq_lens), -1) + 1
     query = _normal(machine, sum(query_lens), machine.num_heads)
     meta = AttentionMetadata(
@@ -76,7 +79,9 @@ def attention_seconds(machine: Machine, query_lens: list[int], seq_lens: list[in
         seq_lens_host=seq_lens,
     )
     scale = machine.head_dim**-0.5
-    return machine.seconds(lambda: backend.attend(query, kv, meta, scale=scale))
+    return machine.seconds(
+        lambda: backend.attend(query, kv, meta, scale=scale, kv_scales=kv_scales)
+    )
 
 
 def torch_seconds(machine: Machine, length: int) -> float:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu_check --out DIR [--dry-run]
 
-Sections: (1) every kernel against its twin, (2) what this card's copy bandwidth and matmul rate
-are, (3) decode and prefill attention as shares of those, (4) an 8B Llama with dummy weights: decode
+Parts: (1) what this card's copy bandwidth and matmul rate are, (2) every kernel against its twin,
+(3) decode and prefill attention as shares of those, (4) an 8B Llama with dummy weights: decode
 steps, throughput, latency under long prompts, swap, (5) a request's bits alone and in company.
+Each part has a budget of seconds, under 8 minutes together, and leaves out rows that exceed it.
 `--dry-run` goes through the same code with tiny sizes in Triton's interpreter, on a machine without
 a GPU; its rates mean nothing.
 Exit status 1 when a kernel is wrong.
@@ -33,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
 
     from benchmarks.gpu_report import dry_report, full_report, print_report
 
-    report = dry_report() if arguments.dry_run else full_report()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    report = dry_report() if arguments.dry_run else full_report()
     (arguments.out / "gpu_check.json").write_text(json.dumps(report, indent=2) + "\n")
     print_report(report)
     return 0 if all(check["passed"] for check in report["conformance"]) else 1

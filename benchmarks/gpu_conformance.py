@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu_machine import Machine
 from serve.kernels import reference
+from serve.kernels.base import HeadNorms
 from serve.kernels.triton import sampling, triton_kernels
 from serve.worker.noise import gumbel, noise_keys, token_hashes
 from tests.kernels.ragged import Options, Shape, make_step, relative_error
@@ -36,18 +37,18 @@ class Check:
         return {**asdict(self), "passed": self.passed}
 
 
-def run(machine: Machine) -> list[Check]:
-    """All checks; one that raises fails with an infinite error, and its message as its name."""
+def run(machine: Machine) -> Iterator[Check]:
+    """All checks, the dtype that is served most first; one that raises fails with an infinite
+    error, and its message as its name."""
     gpu = machine.device.type != "cpu"
-    checks: list[Check] = []
-    for dtype in BOUNDS if gpu else [torch.float32]:  # the tests try them all in the interpreter
-        for section in (attention_checks, layer_checks):
-            checks += _guarded(section, machine, dtype)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]  # the tests try them all
     for section in (copy_checks, sampling_checks):
-        checks += _guarded(section, machine, torch.float32)
+        yield from _guarded(section, machine, torch.float32)
+    for dtype in dtypes if gpu else [torch.float32]:
+        for section in (layer_checks, head_checks, attention_checks):
+            yield from _guarded(section, machine, dtype)
     if gpu:
-        checks += _guarded(invariance_checks, machine, torch.bfloat16)
-    return checks
+        yield from _guarded(invariance_checks, machine, torch.bfloat16)
 
 
 Section = Callable[[Machine, torch.dtype], Iterator[Check]]
@@ -70,12 +71,14 @@ def attention_checks(machine: Machine, dtype: torch.dtype) -> Iterator[Check]:
     forms = [(f"head_dim {d}", {"head_dim": d}, Options()) for d in (128, 64, 80, 96, 256)]
     forms += [(f"block size {b}", {"block_size": b}, Options()) for b in (8, 32, 64)]
     forms += [
+        ("e4m3 cache", {"e4m3": True}, Options()),
         ("window", {}, Options(window=50)),
         ("softcap", {}, Options(softcap=20.0)),
         ("sinks", {}, Options(sinks=sinks)),
         ("one KV head", {"num_kv_heads": 1}, Options()),
     ]
-    for name, changes, options in forms if dtype == torch.bfloat16 else forms[:1]:
+    few = [forms[0], ("e4m3 cache", {"e4m3": True}, Options())]
+    for name, changes, options in forms if dtype == torch.bfloat16 else few:
         shape = Shape(
             **{"num_heads": 6, "num_kv_heads": 2, **changes},
             dtype=dtype,
@@ -120,11 +123,38 @@ def layer_checks(machine: Machine, dtype: torch.dtype) -> Iterator[Check]:
     yield _check(f"invariant linear {dtype}", linear(x), exact, bound)
 
 
+def head_checks(machine: Machine, dtype: torch.dtype) -> Iterator[Check]:
+    """Head norms, rotation and cache write in one launch, against the single kernels' bits."""
+    kernels = triton_kernels()
+    device = machine.device
+    assert kernels.prepare_heads is not None
+    parts = reference.prepare_heads_by_parts(kernels.rms_norm, kernels.rotary, kernels.attention)
+    heads = torch.randn(37, 14, 128, device=device).to(dtype)
+    weights = torch.rand(2, 128, device=device) + 0.5
+    rope = torch.rand(100, 128, device=device), torch.arange(37, device=device) * 2
+    slots = torch.randperm(96, device=device)[:37]
+    scales = torch.rand(2, 2, device=device) * 0.02 + 0.005
+    for name, norms, kv_scales in (
+        ("rope", None, None),
+        ("norms and rope", HeadNorms(weights[0], weights[1], 1e-6), None),
+        ("e4m3 cache", None, scales),
+    ):
+        stored = dtype if kv_scales is None else torch.float8_e4m3fn
+        shape = kernels.attention.kv_shape(6, 16, 2, 128)
+        caches = [torch.zeros(shape, device=device).to(stored) for _ in range(2)]
+        single = parts(heads.clone(), 10, norms, rope, caches[0], slots, kv_scales)
+        fused = kernels.prepare_heads(heads, 10, norms, rope, caches[1], slots, kv_scales)
+        yield _check(f"heads, {name} {dtype}: queries", fused, single, BOUNDS[dtype])
+        kept, expected = (cache.float() for cache in (caches[1], caches[0]))
+        # One step of e4m3 is an eighth: a key may be rounded to either side of an edge.
+        yield _check(f"heads, {name} {dtype}: cache", kept, expected, BOUNDS[dtype])
+
+
 def copy_checks(machine: Machine, dtype: torch.dtype) -> Iterator[Check]:
     """Within the device, and a round trip through host memory."""
     copy_blocks = triton_kernels().copy_blocks
-    cache = torch.randn(2, 6, 2, 16, 64, device=machine.device)
-    host = torch.empty(2, 4, 2, 16, 64, pin_memory=machine.device.type != "cpu")
+    cache = torch.randn(6, 6, 2, 16, 64, device=machine.device)  # of three layers
+    host = torch.empty(6, 4, 2, 16, 64, pin_memory=machine.device.type != "cpu")
     before = cache.clone()
     copy_blocks(cache, host, torch.tensor([4, 1]), torch.tensor([0, 3]))
     copy_blocks(host, cache, torch.tensor([0, 3]), torch.tensor([2, 5]))

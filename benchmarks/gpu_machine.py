@@ -12,12 +12,14 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the checks run and how large they are. `seconds` times a function on the device."""
+    """Where the checks run and how large they are. `seconds` times a function on the device;
+    `busy_seconds` is how long the device itself worked while the function ran."""
 
     description: str
     device: torch.device
     dtype: torch.dtype  # of the speed tables
     seconds: Callable[[Callable[[], object]], float]
+    busy_seconds: Callable[[Callable[[], object]], float]
     copy_bytes: int
     matmul_size: int
     decode_batches: tuple[int, ...]
@@ -64,6 +66,7 @@ def gpu_machine() -> Machine:
         device=device,
         dtype=torch.bfloat16,
         seconds=seconds,
+        busy_seconds=_traced_seconds,
         copy_bytes=4 << 30,
         matmul_size=8192,
         decode_batches=(1, 8, 32, 64, 256),
@@ -72,6 +75,28 @@ def gpu_machine() -> Machine:
         num_heads=32,
         num_kv_heads=8,
     )
+
+
+def _traced_seconds(run: Callable[[], object]) -> float:
+    """The time in which at least one kernel or copy ran, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    return covered(spans) / 1e6
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of what spans, ascending by their starts, cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def dry_machine() -> Machine:
@@ -87,6 +112,7 @@ def dry_machine() -> Machine:
         device=torch.device("cpu"),
         dtype=torch.float32,
         seconds=seconds,
+        busy_seconds=seconds,
         copy_bytes=1 << 20,
         matmul_size=64,
         decode_batches=(1, 2),

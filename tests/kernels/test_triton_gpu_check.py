@@ -23,12 +23,17 @@ def test_a_dry_run_checks_every_kernel_and_writes_its_report(tmp_path: Path) -> 
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert all(check["passed"] for check in report["conformance"])
     checked = " ".join(check["name"] for check in report["conformance"])
-    for kernel in ("attention", "norm", "rotary", "silu", "linear", "swap", "draw"):
+    kernels = ("attention", "e4m3", "norm", "rotary", "heads", "silu", "linear", "swap", "draw")
+    for kernel in kernels:
         assert kernel in checked, checked
     assert report["rates"]["copy_gb_s"] > 0
-    assert [row["batch"] for row in report["decode_attention"]] == [1, 2]
+    assert report["cut"] == []
+    assert [row["batch"] for row in report["decode_attention"]] == [1, 1, 2, 2]
     assert report["prefill_attention"][0]["times torch's speed"] > 0
     assert len(report["decode_step"]) == 2 * 4, "graphs and overlap, on and off, for each batch"
+    for row in report["decode_step"]:
+        assert 0 < row["ms of the host"] <= row["ms a step"]
+        assert 0 <= row["device idle"] < 1
     assert [row["chunked"] for row in report["load"]] == [True, False]
     assert {row["into the GPU"] for row in report["swap"]} == {True, False}
     (bits,) = report["batch_invariance"]
