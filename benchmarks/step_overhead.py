@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
+from serve.engine.step_log import Observed, StepLog
 from serve.kv_cache.manager import KVCacheManager
 from serve.kv_cache.prefix_index import BlockHashes
 from serve.messages import AddRequest
@@ -47,27 +48,35 @@ def main() -> None:
     gc.freeze()
     steps, yardsticks = measure(engines, options.samples)
     yardstick = statistics.median(yardsticks)
-    matching = prefix_match_s(num_blocks=2000, repeats=options.samples)
-
-    report = {
-        "machine": machine.describe(),
-        "yardstick": f"{YARDSTICK_ADDITIONS} dict writes and additions",
-        "yardstick_us": yardstick * 1e6,
-        "steps": [
-            {
-                "running": running,
-                "waiting": waiting,
-                "step_us": statistics.median(seconds) * 1e6,
-                "yardsticks": statistics.median(seconds) / yardstick,
-            }
-            for (running, waiting), seconds in steps.items()
-        ],
-        "prefix_match_2000_blocks_us": matching * 1e6,
-        "prefix_match_2000_blocks_yardsticks": matching / yardstick,
-    }
-    show(report)
+    report = Report(
+        yardstick_s=yardstick,
+        steps=[(row, statistics.median(seconds)) for row, seconds in steps.items()],
+        log_s=step_log_s(engines[rows[0]], options.samples),
+        match_s=prefix_match_s(num_blocks=2000, repeats=options.samples),
+        hash_s=hashing_s(num_blocks=2000, repeats=options.samples),
+    )
+    text = as_markdown(report)
+    print(text)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "step_overhead.json").write_text(json.dumps(report, indent=2) + "\n")
+    (options.out / "step_overhead.md").write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured, in seconds."""
+
+    yardstick_s: float
+    steps: list[tuple[tuple[int, int], float]]  # ((running, waiting), schedule and update)
+    log_s: float
+    match_s: float
+    hash_s: float
+
+    @property
+    def each_s(self) -> float:
+        """One more running request."""
+        (few, _), few_s = self.steps[-2]
+        (many, _), many_s = self.steps[0]
+        return (many_s - few_s) / (many - few)
 
 
 def decoding_scheduler(running: int, waiting: int) -> Scheduler:
@@ -140,28 +149,81 @@ def prefix_match_s(num_blocks: int, repeats: int) -> float:
     )
 
 
+def hashing_s(num_blocks: int, repeats: int) -> float:
+    """Seconds to hash a prompt of so many blocks, which happens once, before it is first looked
+    up."""
+    prompt = [place % 49000 for place in range(num_blocks * BLOCK_SIZE)]
+    return statistics.median(
+        timed(lambda: BlockHashes(BLOCK_SIZE).extend(prompt)) for _ in range(repeats)
+    )
+
+
+def step_log_s(scheduler: Scheduler, repeats: int) -> float:
+    """Seconds that the step log takes for a step in which nothing but decodes happens."""
+    log = StepLog(scheduler)
+    for request in scheduler.roster.requests.values():
+        log.live[request.request_id] = Observed(request.request_id, request)
+    seconds = []
+    for _ in range(repeats * STEPS_PER_SAMPLE):
+        plan = scheduler.schedule()
+        begin = time.perf_counter()
+        opened = log.launched(plan, begin)
+        launched = time.perf_counter()
+        result = StepResult({entry.request_id: [1] for entry in plan.scheduled if entry.samples})
+        deltas = scheduler.update(plan, result)
+        retiring = time.perf_counter()
+        log.retired(opened, launched, deltas)
+        seconds.append(time.perf_counter() - retiring + launched - begin)
+    return statistics.median(seconds)
+
+
 def timed(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
-def show(report: dict) -> None:
-    print(f"yardstick: {report['yardstick']}, {report['yardstick_us']:.1f} us")
-    print(f"{'running':>8} {'waiting':>8} {'us a step':>10} {'yardsticks':>11} {'to first':>9}")
-    first = report["steps"][0]["yardsticks"]
-    for row in report["steps"]:
-        print(
-            f"{row['running']:>8} {row['waiting']:>8} {row['step_us']:>10.1f} "
-            f"{row['yardsticks']:>11.2f} {row['yardsticks'] / first:>9.2f}"
-        )
-    few, many = report["steps"][-2], report["steps"][0]
-    each = (many["step_us"] - few["step_us"]) / (many["running"] - few["running"])
-    print(f"each more running request: {each:.2f} us a step")
-    print(
-        f"2000 cached blocks matched in {report['prefix_match_2000_blocks_us']:.0f} us, "
-        f"{report['prefix_match_2000_blocks_yardsticks']:.2f} yardsticks"
-    )
+def as_markdown(report: Report) -> str:
+    """Tables of microseconds and yardsticks, with the command and the machine."""
+    first_s = report.steps[0][1]
+    steps = [
+        [
+            f"{running:,}",
+            f"{waiting:,}",
+            *amounts(seconds, report),
+            f"{seconds / first_s:.2f}",
+        ]
+        for (running, waiting), seconds in report.steps
+    ]
+    others = [
+        ["one more running request", *amounts(report.each_s, report)],
+        ["the step log, for a step of decodes", *amounts(report.log_s, report)],
+        ["finding 2,000 cached blocks", *amounts(report.match_s, report)],
+        ["hashing 2,000 blocks, once for each prompt", *amounts(report.hash_s, report)],
+    ]
+    told = [f"{name}: {value}" for name, value in machine.describe().items()]
+    parts = [
+        "# What the scheduler costs a step\n",
+        "Made by `python -m benchmarks.step_overhead`: `schedule` and `update` of the real "
+        "scheduler and cache with running decodes, medians. A yardstick is "
+        f"{YARDSTICK_ADDITIONS} dict writes and additions in Python, "
+        f"{1e6 * report.yardstick_s:.1f} us in this run; it tells machines apart.\n",
+        *table(["running", "waiting", "us a step", "yardsticks", "to the first row"], steps),
+        "",
+        *table(["", "us", "yardsticks"], others),
+        "",
+        "; ".join(told) + ".",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def amounts(seconds: float, report: Report) -> list[str]:
+    return [f"{1e6 * seconds:.3g}", f"{seconds / report.yardstick_s:.3g}"]
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 if __name__ == "__main__":

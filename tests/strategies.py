@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
 from serve.engine.core import EngineCore
 from serve.kv_cache.block_table import num_blocks_for
 from serve.kv_cache.manager import KVCacheManager
-from serve.messages import AbortRequests, AddRequest, FinishReason, ToEngine
+from serve.messages import AbortRequests, AddRequest, Control, FinishReason, ToEngine
 from serve.sampling_params import SamplingParams
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
@@ -24,6 +25,8 @@ from tests.fakes import (
     FakeOutbox,
     reference_completion,
 )
+
+VICTIMS = ("last-admitted", "least-progress", "most-blocks", "cheapest")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Workload:
     depth: int
     arrivals: list[Arrival] = field(default_factory=list)
     enable_prefix_caching: bool = False
+    controls: list[tuple[int, Control]] = field(default_factory=list)  # by turn
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """What the longest request leaves."""
+        return self.num_blocks - num_blocks_for(self.limits.max_model_len, self.block_size)
 
 
 def add_request(
@@ -94,17 +103,18 @@ def random_workload(rng: Random) -> Workload:
     longest = rng.randint(2, 48)
     num_blocks = num_blocks_for(longest, block_size) + rng.randint(0, 6)
     chunked = rng.random() < 0.6
+    max_num_seqs = rng.randint(1, 6)
+    arrivals = [_random_arrival(rng, f"r{i}", longest) for i in range(rng.randint(1, 8))]
     return Workload(
         limits=SchedulerLimits(
-            max_num_seqs=rng.randint(1, 6),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=rng.randint(1, 40) if chunked else rng.randint(longest, 64),
             max_model_len=longest,
             enable_chunked_prefill=chunked,
             delay_factor=rng.choice([0.0, 0.0, 0.5, 3.0]),
             preemption_mode=rng.choice(["recompute", "swap", "auto"]),
-            preemption_victim=rng.choice(
-                ["last-admitted", "least-progress", "most-blocks", "cheapest"]
-            ),
+            preemption_victim=rng.choice(VICTIMS),
+            thrash_guard=rng.random() < 0.9,
             policy=rng.choice(["fcfs", "priority", "priority", "fair"]),
             priority_aging_s=rng.choice([0.0, 2.0, 60.0]),
             long_prefill_token_threshold=rng.choice([0, 0, 2, 7]),
@@ -118,9 +128,49 @@ def random_workload(rng: Random) -> Workload:
         block_size=block_size,
         num_host_blocks=rng.randint(0, 2 * num_blocks),
         depth=rng.randint(1, 3),
-        arrivals=[_random_arrival(rng, f"r{i}", longest) for i in range(rng.randint(1, 8))],
+        arrivals=arrivals,
         enable_prefix_caching=rng.random() < 0.7,
+        controls=[
+            (rng.randint(0, 40), random_control(rng, i, arrivals, max_num_seqs))
+            for i in range(rng.choice([0, 0, 3, 8]))
+        ],
     )
+
+
+def random_control(
+    rng: Random, number: int, arrivals: Sequence[Arrival], max_num_seqs: int
+) -> Control:
+    """A prefix of some prompt is pinned, or all that are cached are forgotten, or a setting
+    changes; some of it is impossible, and refused."""
+    kind = rng.choice(["pin", "pin", "reset_prefix_cache", "configure", "configure"])
+    if kind == "pin":
+        prompt = rng.choice(arrivals).message.prompt_token_ids
+        args: dict[str, Any] = {
+            "token_ids": prompt[: rng.randint(1, len(prompt))],
+            "cache_salt": "",
+            "ttl_s": rng.choice([None, rng.uniform(0, 10)]),
+        }
+    elif kind == "configure":
+        args = dict([rng.choice(_knobs(rng, max_num_seqs))])
+    else:
+        args = {}
+    return Control(number, kind, args)
+
+
+def _knobs(rng: Random, max_num_seqs: int) -> list[tuple[str, Any]]:
+    return [
+        ("max_num_seqs", rng.randint(1, max_num_seqs)),
+        ("max_num_batched_tokens", rng.randint(1, 40)),
+        ("scheduling_policy", rng.choice(["fcfs", "priority", "fair"])),
+        ("priority_aging_time", rng.choice([0.0, 1.0])),
+        ("preemption_mode", rng.choice(["recompute", "swap", "auto"])),
+        ("preemption_victim", rng.choice(VICTIMS)),
+        ("step_order", rng.choice(["decode-first", "prefill-first"])),
+        ("target_itl_ms", rng.choice([None, 500.0])),
+        ("scheduler_delay_factor", rng.choice([0.0, 1.0])),
+        ("long_prefill_token_threshold", rng.choice([0, 3])),
+        ("max_num_partial_prefills", rng.choice([None, 1])),
+    ]
 
 
 def _random_arrival(rng: Random, request_id: str, longest: int) -> Arrival:
@@ -169,6 +219,7 @@ class Run:
     kv: KVCacheManager
     executor: FakeExecutor
     outbox: FakeOutbox
+    controls: list[tuple[int, Control]] = field(default_factory=list)
     num_turns: int = 0
     completions: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
@@ -191,6 +242,7 @@ def build(
         workload.block_size,
         workload.num_host_blocks,
         enable_prefix_caching=workload.enable_prefix_caching,
+        max_pinned_blocks=workload.max_pinned_blocks,
     )
     scheduler = scheduler_type(kv, workload.limits, FakeClock())
     executor = executor_type(
@@ -202,7 +254,7 @@ def build(
     )
     outbox = FakeOutbox()
     core = core_type(scheduler, executor, FakeInbox(), outbox, workload.depth)
-    return Run(core, scheduler, kv, executor, outbox)
+    return Run(core, scheduler, kv, executor, outbox, workload.controls)
 
 
 def drive(
@@ -213,7 +265,8 @@ def drive(
     after_turn: Callable[[Run], None] = lambda run: run.scheduler.check_invariants(),
 ) -> Run:
     """Deliver arrivals and aborts by turn, step until all is done, and collect what was said."""
-    pending = deque(sorted(_events(arrivals), key=lambda event: event[0]))
+    events = [*_events(arrivals), *run.controls]
+    pending = deque(sorted(events, key=lambda event: event[0]))
     clock = run.scheduler.clock
     assert isinstance(clock, FakeClock)
     durations = Random(0)
@@ -293,7 +346,7 @@ def check_run(run: Run, workload: Workload) -> None:
     check_answers(run, workload)
     check_totals(run, workload)
     check_drained(run)
-    for arrival in workload.arrivals:
+    for arrival in workload.arrivals if workload.limits.thrash_guard else ():
         times = run.preemptions.get(arrival.message.request_id, 0)
         assert times <= most_preemptions(arrival.message, workload), (arrival, times)
 
@@ -303,7 +356,8 @@ def most_preemptions(message: AddRequest, workload: Workload) -> int:
     more urgent request may push it out once more."""
     others = (arrival.message for arrival in workload.arrivals)
     num_more_urgent = sum(other.priority < message.priority for other in others)
-    by_policy = num_more_urgent if workload.limits.policy == "priority" else 0
+    has_priority = workload.limits.policy == "priority" or workload.controls
+    by_policy = num_more_urgent if has_priority else 0
     return workload.num_blocks.bit_length() + 2 + by_policy
 
 

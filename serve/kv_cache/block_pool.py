@@ -29,6 +29,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def free(self) -> list[int]:
+        """The blocks that can be taken, in the order in which they will be."""
+        return list(self._free)
+
+    @property
     def num_used(self) -> int:
         """Blocks that somebody holds, shared ones counted once."""
         return self.num_blocks - len(self._free) - self._num_idle_pinned

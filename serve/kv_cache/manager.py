@@ -151,10 +151,32 @@ class KVCacheManager:
         self._index.keep_only(self._device.pinned)
         return before - len(self._index)
 
+    def cached_blocks(self) -> list[tuple[bytes, int]]:
+        """(hash, block) of all that can be found: what is held or pinned first, then what was freed
+        last; a sequence's beginning before its end."""
+        age = {block_id: i for i, block_id in enumerate(reversed(self._device.free))}
+        return sorted(self._index.items(), key=lambda item: age.get(item[1], -1))
+
+    def restore(self, hashes: Sequence[bytes]) -> list[int]:
+        """Free blocks for contents that are known by these hashes, in the order of `cached_blocks`;
+        whoever calls this fills them before anything runs."""
+        block_ids = self._take(len(hashes), 0)
+        assert block_ids is not None, "there are more contents than free blocks"
+        for value, block_id in zip(hashes, block_ids, strict=True):
+            self._index.put(value, block_id)
+        self._device.drop(block_ids[::-1], keep=self._index)
+        return block_ids
+
     @property
     def num_cached_blocks(self) -> int:
         """Blocks whose content can be found, held or not."""
         return len(self._index)
+
+    def num_findable(self, request_id: str) -> tuple[int, int]:
+        """If this request gave up its blocks: how many could be found again by their content, and
+        how many of these are sure to be, because others hold them or they are pinned."""
+        block_ids = [i for i in self._tables[request_id].block_ids if i in self._index]
+        return len(block_ids), sum(not self._device.is_only_held(i, 1) for i in block_ids)
 
     def num_cached_among(self, hashes: Iterable[bytes]) -> int:
         """How many of these contents are in a block now."""

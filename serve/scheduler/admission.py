@@ -12,6 +12,7 @@ from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
 from serve.scheduler.service_order import ServiceOrder
+from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.totals import Totals
 
 
@@ -26,6 +27,7 @@ class Admission:
         order: ServiceOrder,
         back_pressure: BackPressure,
         headroom: Headroom,
+        costs: StepCosts,
         totals: Totals,
     ) -> None:
         self._kv = kv
@@ -34,6 +36,7 @@ class Admission:
         self._order = order
         self._back_pressure = back_pressure
         self._headroom = headroom
+        self._costs = costs
         self._totals = totals
 
     def admit_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
@@ -105,6 +108,10 @@ class Admission:
     def _start_at(self, request: Request, num_matched_tokens: int) -> None:
         """Take the tokens found in the prefix cache for computed."""
         request.num_computed_tokens = num_matched_tokens
+        self._costs.observe_return(
+            request.num_blocks_hoped, num_matched_tokens // self._kv.block_size
+        )
+        request.num_blocks_hoped = 0
         request.next_commit = num_matched_tokens + self._kv.block_size
         if request.first_scheduled_time is None and self._kv.enable_prefix_caching:
             request.num_cached_tokens = num_matched_tokens

@@ -40,7 +40,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def _check_running(scheduler: Scheduler) -> None:
     roster = scheduler.roster
-    assert len(roster.running) <= scheduler.limits.max_num_seqs
+    assert len(roster.running) <= scheduler.num_rows
     orders = [r.order for r in roster.running]
     assert orders == sorted(set(orders)), f"running is out of order: {orders}"
     for request in roster.running:

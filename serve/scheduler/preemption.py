@@ -83,6 +83,7 @@ class Preemption:
             self._swap_out(victim, plan)
         else:
             self._totals.tokens_to_recompute += num_tokens
+            victim.num_blocks_hoped, _ = self._kv.num_findable(victim.request_id)
             self.recompute_later(victim)
         logger.info(
             "preempted %s by %s: %d computed tokens, %d → %d free blocks, its preemption no. %d",

@@ -49,6 +49,7 @@ class Request:
     last_step: int = 0  # number of the last launched step that names it
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it first ran
+    num_blocks_hoped: int = 0  # left in the prefix cache when it was preempted
     next_commit: int = 0  # computed tokens at which another block is full
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

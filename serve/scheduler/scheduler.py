@@ -49,6 +49,7 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self.limits = limits
+        self.num_rows = limits.max_num_seqs  # what the worker has; a lower limit displaces nobody
         self.clock = clock
         self.roster = Roster(long_above=limits.max_share)
         self.headroom = Headroom(kv.num_blocks)
@@ -67,6 +68,7 @@ class Scheduler:
             self._order,
             self._back_pressure,
             self.headroom,
+            self._costs,
             self._totals,
         )
         victims = Victims(kv, self._costs, self.headroom)

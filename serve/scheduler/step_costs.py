@@ -21,6 +21,7 @@ class StepCosts:
         self._decode_step_s: float | None = None
         self._token_s: float | None = None
         self._block_s: float | None = None
+        self._found_share = 1.0
 
     def observe(self, plan: SchedulerOutput, duration_s: float) -> None:
         """A step took so long, from its launch or the retirement before it, whichever was later."""
@@ -33,6 +34,16 @@ class StepCosts:
             self._token_s = _blend(self._token_s, more_s / num_extra_tokens)
         elif num_extra_tokens == 0:
             self._block_s = _blend(self._block_s, more_s / num_copies)
+
+    def observe_return(self, num_hoped: int, num_found: int) -> None:
+        """Of so many blocks that a preempted request left in the prefix cache, so many were still
+        there when it came back."""
+        if num_hoped:
+            self._found_share = _blend(self._found_share, min(1.0, num_found / num_hoped))
+
+    def num_found_again(self, num_cached: int, num_sure: int) -> int:
+        """How many blocks in the prefix cache can be expected to be found by who gives them up."""
+        return max(num_sure, int(self._found_share * num_cached))
 
     def recompute_s(self, num_tokens: int) -> float | None:
         """Time to prefill so many tokens again; None before anything was prefilled."""

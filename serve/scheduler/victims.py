@@ -80,11 +80,17 @@ class Victims:
         """Seconds lost for each block that becomes free; in tokens while nothing is measured."""
         swaps = self.mode(victim, limits) is PreemptionMode.SWAP
         cost = self._swap_s(victim) if swaps else self._recompute_s(victim)
-        lost = victim.num_computed_tokens if cost is None else cost
+        lost = self._num_tokens_lost(victim) if cost is None else cost
         return lost / max(1, self._num_freed(victim))
 
     def _recompute_s(self, victim: Request) -> float | None:
-        return self._costs.recompute_s(victim.num_computed_tokens)
+        return self._costs.recompute_s(self._num_tokens_lost(victim))
+
+    def _num_tokens_lost(self, victim: Request) -> int:
+        """What must be computed again: not what the prefix cache will give back."""
+        cached, sure = self._kv.num_findable(victim.request_id)
+        num_found = self._costs.num_found_again(cached, sure) * self._kv.block_size
+        return max(1, victim.num_computed_tokens - num_found)
 
     def _swap_s(self, victim: Request) -> float | None:
         return self._costs.swap_s(self._kv.num_blocks_for(victim.num_computed_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
@@ -9,6 +10,8 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
+from serve.flags import flags
+from serve.simulate.recorded import with_recorded_flags
 from serve.simulate.settings import Candidate, MachineConfig, TargetConfig, WorkloadConfig
 from serve.simulate.variants import expand
 
@@ -16,17 +19,13 @@ Parse = Callable[[Sequence[str]], "partial[int]"]
 """A command line → the call it asks for. Raises CycloptsError or ConfigError."""
 
 
-def _flags(title: str, order: int) -> Parameter:
-    return Parameter(name="*", group=Group(title, sort_key=order), negative_iterable=())
-
-
 def simulate(
     *,
-    workload: Annotated[WorkloadConfig, _flags("Requests", 1)] = WorkloadConfig(),  # noqa: B008 (frozen)
-    machine: Annotated[MachineConfig, _flags("Machine", 2)] = MachineConfig(),  # noqa: B008 (frozen)
-    targets: Annotated[TargetConfig, _flags("Targets", 3)] = TargetConfig(),  # noqa: B008 (frozen)
-    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 4)] = SchedulerConfig(),
-    cache: Annotated[CacheConfig, _flags("KV cache", 5)] = CacheConfig(),
+    workload: Annotated[WorkloadConfig, flags("Requests", 1)] = WorkloadConfig(),  # noqa: B008 (frozen)
+    machine: Annotated[MachineConfig, flags("Machine", 2)] = MachineConfig(),  # noqa: B008 (frozen)
+    targets: Annotated[TargetConfig, flags("Targets", 3)] = TargetConfig(),  # noqa: B008 (frozen)
+    scheduler: Annotated[SchedulerConfig, flags("Scheduler", 4)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, flags("KV cache", 5)] = CacheConfig(),
     json: Annotated[bool, Parameter(group=Group("More", sort_key=6), negative=())] = False,
     candidates: Annotated[tuple[Candidate, ...], Parameter(parse=False)] = (),
 ) -> int:
@@ -49,7 +48,11 @@ def simulate(
 
 
 def comparison(tokens: Sequence[str], parse: Parse) -> partial[int]:
-    """The one call for a command line of `simulate` whose flags may have lists of values."""
+    """The one call for a command line of `simulate` whose flags may have lists of values, and whose
+    workload may bring the flags it was recorded with."""
+    tokens, recorded = with_recorded_flags(tokens)
+    if recorded:
+        sys.stderr.write(f"as recorded, unless given: {' '.join(recorded)}\n")
     variants = expand(tokens)
     calls = [parse(variant.tokens) for variant in variants]
     first = calls[0]

@@ -11,15 +11,21 @@ import pytest
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.block_pool import BlockPool
 from serve.kv_cache.manager import KVCacheManager
-from serve.messages import FinishReason, TokenDelta
+from serve.kv_cache.pins import Pin, PrefixPins
+from serve.kv_cache.prefix_index import BlockHashes
+from serve.messages import AddRequest, FinishReason, TokenDelta
 from serve.scheduler.admission import Admission
+from serve.scheduler.headroom import Headroom
+from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.preemption import Preemption
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.service_order import ServiceOrder
 from serve.scheduler.step_planner import StepPlanner
 from tests.fakes import FakeExecutor
+from tests.starvation import check_nobody_starves
 from tests.strategies import build, check_run, drive, random_workload
 
 ROLES: dict[type[Any], str] = {
@@ -253,11 +259,78 @@ class TakesInTokensOfTheEnded(Scheduler):
         return super().update(plan, result) + late
 
 
+@seeded
+class PinsOnlyWhatIsThere(KVCacheManager):
+    def commit(self, request_id: str, hashes: BlockHashes, num_tokens: int) -> None:
+        pins, self.pins = self.pins, PrefixPins(0)
+        super().commit(request_id, hashes, num_tokens)
+        self.pins = pins
+
+
+@seeded
+class PinsNothing(KVCacheManager):
+    def pin(self, pin: Pin) -> bool:
+        if self.pins.num_blocks + self.pins.num_new(pin.hashes) > self.pins.max_blocks:
+            return False
+        self.pins.put(pin)
+        return True
+
+
+@seeded
+class ForgetsWhatIsPinned(KVCacheManager):
+    def forget_prefixes(self) -> int:
+        self._index.keep_only(())
+        return 0
+
+
+@seeded
+class UnpinsWhatOthersStillPin(KVCacheManager):
+    def unpin(self, pin_id: str) -> bool:
+        pin = self.pins.by_id.get(pin_id)
+        known = super().unpin(pin_id)
+        for value in pin.hashes if pin is not None else ():
+            block_id = self._index.block_of(value)
+            if block_id in self._device.pinned:
+                self._device.unpin(block_id)
+        return known
+
+
+@seeded
+class HoldsBackTheLastToo(Headroom):
+    """A watermark that nobody is let below, even when nothing runs."""
+
+    def blocks(self, request: Request, num_running: int, limits: SchedulerLimits) -> int:
+        return super().blocks(request, max(1, num_running), limits)
+
+
+@seeded
+class NeverAges(ServiceOrder):
+    def _priority_level(self, message: AddRequest) -> int:
+        return message.priority
+
+
+@seeded
+class AgesTheYoung(ServiceOrder):
+    def _priority_level(self, message: AddRequest) -> int:
+        return 2 * message.priority - super()._priority_level(message)
+
+
+@seeded
+class ChargesNobody(ServiceOrder):
+    """Fair queueing that forgets what a client has had."""
+
+    def _virtual_start(self, message: AddRequest) -> float:
+        super()._virtual_start(message)
+        return self._virtual_time - self._num_arrived
+
+
 def run_the_suite(**types: type[Any]) -> None:
     """What test_core checks of its random workloads, on workloads from fixed seeds."""
     for seed in range(3000):
         workload = random_workload(Random(seed))
         check_run(drive(build(workload, **types), workload.arrivals), workload)
+        if seed % 10 == 0:
+            check_nobody_starves(Random(seed), **types)
 
 
 @pytest.mark.parametrize("bug", SEEDED)

@@ -86,9 +86,13 @@ def test_sch_21_a_forgotten_block_is_not_found_under_its_old_tokens() -> None:
     index.check_invariants()
 
 
-def test_clearing_leaves_nothing() -> None:
+def test_only_what_is_named_is_kept() -> None:
     index = PrefixIndex()
-    index.put(hashes([1, 2, 3, 4])[0], 5)
-    index.clear()
-    assert len(index) == 0
+    first, second = hashes([1, 2, 3, 4, 5, 6, 7, 8])
+    assert index.put(first, 5)
+    assert index.put(second, 6)
+    assert not index.put(second, 7)
+    index.keep_only({6, 7})
+    assert index.items() == [(second, 6)]
     assert 5 not in index
+    index.check_invariants()

@@ -12,6 +12,7 @@ from serve.scheduler.output import ScheduledRequest, SchedulerOutput
 from serve.scheduler.request import Request, make_request
 from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.victims import PreemptionMode, Victims
+from tests.scheduler.driver import make_scheduler, run_until_done
 from tests.strategies import add_request, limits
 
 
@@ -45,6 +46,7 @@ def test_swap_needs_room_on_the_host(
     configured: str, host_blocks: int, wanted: PreemptionMode
 ) -> None:
     kv = KVCacheManager(9, 4, host_blocks)
+    kv.grow("a", 10)
     assert victims(kv).mode(victim(), by(configured)) is wanted
 
 
@@ -68,7 +70,36 @@ def test_auto_takes_what_costs_less_as_measured(
     costs.observe(step_of(3, 3), 0.05)
     costs.observe(step_of(13, 3), 0.05 + prefill_s)
     costs.observe(step_of(3, 3, num_copies=3), 0.05 + copies_s)
+    kv.grow("a", 10)
     assert victims(kv, costs).mode(victim(num_computed=10), by("auto")) is wanted
+
+
+def test_auto_counts_what_the_prefix_cache_gives_back() -> None:
+    kv, costs = KVCacheManager(9, 4, 9, enable_prefix_caching=True), StepCosts()
+    costs.observe(step_of(3, 3), 0.05)
+    costs.observe(step_of(13, 3), 0.05 + 1.0)  # a token costs 0.1 s
+    costs.observe(step_of(3, 3, num_copies=3), 0.05 + 0.3)  # out and in again: 0.6 s
+    request = victim(num_computed=10)
+    kv.grow("a", 10)
+    assert victims(kv, costs).mode(request, by("auto")) is PreemptionMode.SWAP
+    request.block_hashes.extend(request.token_ids)
+    kv.commit("a", request.block_hashes, 10)  # two of three blocks can be found again
+    assert victims(kv, costs).mode(request, by("auto")) is PreemptionMode.RECOMPUTE
+    for _ in range(20):
+        costs.observe_return(num_hoped=2, num_found=0)  # but they never are
+    assert victims(kv, costs).mode(request, by("auto")) is PreemptionMode.SWAP
+    kv.grow("b", 9, matched=kv.match_prefix(request.block_hashes, 8))  # somebody holds them
+    assert victims(kv, costs).mode(request, by("auto")) is PreemptionMode.RECOMPUTE
+
+
+def test_a_request_that_comes_back_tells_what_it_found() -> None:
+    scheduler = make_scheduler(num_blocks=12, num_host_blocks=12, preemption_mode="recompute")
+    scheduler.kv.enable_prefix_caching = True
+    for name in ("a", "b", "c"):
+        scheduler.add(add_request(name, [ord(name)] * 12, 20))
+    run_until_done(scheduler)
+    assert scheduler.stats().total_preemptions_recompute > 0
+    assert 0 < scheduler._costs.num_found_again(100, 0) < 100  # some, not all
 
 
 def test_steps_that_both_copy_and_prefill_say_nothing_about_either() -> None:

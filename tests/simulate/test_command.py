@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serve.cli import main
+from serve.engine.trace import TraceFile
+from tests.scheduler.driver import make_scheduler
 
 SMALL = "simulate --num-requests 12 --rate 50 --prompt-len 40 --output-len 20"
 
@@ -60,6 +63,45 @@ def test_a_recorded_trace_gives_requests_and_costs(
     assert figures["num_finished"] == 2
     assert figures["tpot"]["p50"] == pytest.approx(0.512, rel=0.1)
     assert "cost fitted to 59 steps" in printed.err
+
+
+def test_a_replay_starts_with_the_pool_and_the_limits_of_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    scheduler = make_scheduler(
+        num_blocks=40, block_size=4, num_host_blocks=19, max_num_seqs=3, max_num_batched_tokens=24,
+        max_model_len=80, preemption_mode="swap", policy="priority", target_itl_s=0.5,
+        max_queue_time_s=900.0,
+    )  # fmt: skip
+    TraceFile(trace, scheduler).close()
+    with trace.open("a") as file:
+        for i in range(6):
+            request = {"type": "request", "arrival": 0.0, "prompt_len": 30, "output_len": 40}
+            file.write(json.dumps({**request, "priority": i}) + "\n")
+
+    def run(*more: str) -> dict[str, Any]:
+        assert main(["simulate", "--workload", str(trace), "--json", *more]) == 0
+        printed = capsys.readouterr()
+        figures: dict[str, Any] = json.loads(printed.out)
+        return {**figures, "err": printed.err}
+
+    recorded = run()
+    assert "--num-gpu-blocks-override 40" in recorded["err"]
+    assert recorded["preemptions_swap"] > 0  # three at once outgrow forty blocks
+    wider = run("--num-gpu-blocks-override=400", "--max-num-seqs", "6")
+    assert "--num-gpu-blocks-override 40" not in wider["err"]
+    assert wider["preemptions_swap"] == 0
+    assert wider["ttft"]["max"] < recorded["ttft"]["max"]
+
+
+def test_a_first_line_that_is_no_engine_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"type": "engine", "block_size": 4}\n')
+    assert main(["simulate", "--workload", str(trace)]) == 2
+    assert "trace.jsonl, line 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
