@@ -20,11 +20,13 @@ class PrefixControls:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._kv = scheduler.kv
+        self._prefixes = scheduler.kv.prefixes
 
     def pin(self, args: Mapping[str, Any]) -> Values:
         """Keep the full blocks of `token_ids` (under `cache_salt`) for `ttl_s` seconds, or until
         they are let go of. The same prefix is the same pin. Raises InvalidRequest."""
-        kv, token_ids, ttl_s = self._kv, args["token_ids"], args["ttl_s"]
+        kv, prefixes = self._kv, self._prefixes
+        token_ids, ttl_s = args["token_ids"], args["ttl_s"]
         if not kv.enable_prefix_caching:
             raise InvalidRequest("nothing can be pinned: the prefix cache is off.")
         hashes = BlockHashes(kv.block_size, cache_salt=args["cache_salt"])
@@ -35,33 +37,33 @@ class PrefixControls:
                 "are cached: there is nothing to pin."
             )
         now = self._scheduler.clock()
-        kv.unpin_expired(now)
+        prefixes.unpin_expired(now)
         pin_id = f"pin-{hashes.values[-1].hex()[:24]}"
         expires_at = math.inf if ttl_s is None else now + ttl_s
-        is_new = pin_id not in kv.pins.by_id
-        if not kv.pin(Pin(pin_id, tuple(hashes.values), expires_at)):
+        is_new = pin_id not in prefixes.pins.by_id
+        if not prefixes.pin(Pin(pin_id, tuple(hashes.values), expires_at)):
             raise InvalidRequest(self._why_not(hashes))
-        described = self._describe(kv.pins.by_id[pin_id], now)
+        described = self._describe(prefixes.pins.by_id[pin_id], now)
         return {**described, **self._sizes(), "is_new": is_new}
 
     def unpin(self, args: Mapping[str, Any]) -> bool:
         """Let go of `pin_id`; False when it is unknown."""
-        return self._kv.unpin(args["pin_id"])
+        return self._prefixes.unpin(args["pin_id"])
 
     def pins(self, args: Mapping[str, Any]) -> Values:
         """All pins, and what they may take together."""
         now = self._scheduler.clock()
-        self._kv.unpin_expired(now)
-        pins = [self._describe(pin, now) for pin in self._kv.pins.by_id.values()]
+        self._prefixes.unpin_expired(now)
+        pins = [self._describe(pin, now) for pin in self._prefixes.pins.by_id.values()]
         return {"pins": pins, **self._sizes()}
 
     def reset(self, args: Mapping[str, Any]) -> Values:
         """Forget every prefix that is not pinned."""
-        self._kv.unpin_expired(self._scheduler.clock())
-        return {"num_blocks_forgotten": self._kv.forget_prefixes(), **self._sizes()}
+        self._prefixes.unpin_expired(self._scheduler.clock())
+        return {"num_blocks_forgotten": self._prefixes.forget(), **self._sizes()}
 
     def _why_not(self, hashes: BlockHashes) -> str:
-        kv, pins = self._kv, self._kv.pins
+        kv, pins = self._kv, self._prefixes.pins
         return (
             f"this prefix needs {pins.num_new(hashes.values)} blocks more; {pins.num_blocks} of at "
             f"most {pins.max_blocks} are pinned, of {kv.num_blocks} in all. Unpin others, or start "
@@ -75,12 +77,12 @@ class PrefixControls:
             "id": pin.pin_id,
             "num_tokens": len(pin.hashes) * self._kv.block_size,
             "num_blocks": len(pin.hashes),
-            "num_cached_blocks": self._kv.num_cached_among(pin.hashes),
+            "num_cached_blocks": self._prefixes.num_among(pin.hashes),
             "expires_in_s": expires_in_s,
         }
 
     def _sizes(self) -> Values:
-        pins = self._kv.pins
+        pins = self._prefixes.pins
         return {
             "num_pins": len(pins.by_id),
             "num_pinned_blocks": pins.num_blocks,

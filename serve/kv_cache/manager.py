@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.block_pool import BlockPool
 from serve.kv_cache.block_table import BlockTable, num_blocks_for
-from serve.kv_cache.pins import Pin, PrefixPins
-from serve.kv_cache.prefix_index import BlockHashes, PrefixIndex
+from serve.kv_cache.prefix_cache import PrefixCache
+from serve.kv_cache.prefix_index import BlockHashes
 
 
 class KVCacheManager:
@@ -37,8 +37,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._device = BlockPool(num_blocks, first_id=1)
         self._host = BlockPool(num_host_blocks, first_id=0)
-        self._index = PrefixIndex()
-        self.pins = PrefixPins(max_pinned_blocks)  # changed here, read by others
+        self.prefixes = PrefixCache(self._device, block_size, max_pinned_blocks)
         self._tables: dict[str, BlockTable] = {}
         self._host_blocks: dict[str, list[int]] = {}
 
@@ -128,94 +127,16 @@ class KVCacheManager:
 
         Changes nothing; the blocks may be lost to others before they are given to `grow`.
         """
-        if not self.enable_prefix_caching or not len(self._index):
-            return []
-        return self._index.match(hashes.values[: max_tokens // self.block_size])
+        return self.prefixes.match(hashes, max_tokens) if self.enable_prefix_caching else []
 
     def commit(self, request_id: str, hashes: BlockHashes, num_tokens: int) -> None:
         """Let others find a request's full blocks among its first `num_tokens`, now computed."""
-        table = self._tables[request_id]
-        full = num_tokens // self.block_size
-        for position in range(table.num_indexed, full):
-            value, block_id = hashes.values[position], table.block_ids[position]
-            if self._index.put(value, block_id) and value in self.pins:
-                self._device.pin(block_id)
-        table.num_indexed = max(table.num_indexed, full)
-
-    def forget_prefixes(self) -> int:
-        """Empty the prefix index but for what is pinned; how many blocks were forgotten.
-
-        Live requests keep their blocks, shared ones too.
-        """
-        before = len(self._index)
-        self._index.keep_only(self._device.pinned)
-        return before - len(self._index)
-
-    def cached_blocks(self) -> list[tuple[bytes, int]]:
-        """(hash, block) of all that can be found: what is held or pinned first, then what was freed
-        last; a sequence's beginning before its end."""
-        age = {block_id: i for i, block_id in enumerate(reversed(self._device.free))}
-        return sorted(self._index.items(), key=lambda item: age.get(item[1], -1))
-
-    def restore(self, hashes: Sequence[bytes]) -> list[int]:
-        """Free blocks for contents that are known by these hashes, in the order of `cached_blocks`;
-        whoever calls this fills them before anything runs."""
-        block_ids = self._take(len(hashes), 0)
-        assert block_ids is not None, "there are more contents than free blocks"
-        for value, block_id in zip(hashes, block_ids, strict=True):
-            self._index.put(value, block_id)
-        self._device.drop(block_ids[::-1], keep=self._index)
-        return block_ids
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, held or not."""
-        return len(self._index)
+        self.prefixes.commit(self._tables[request_id], hashes, num_tokens)
 
     def num_findable(self, request_id: str) -> tuple[int, int]:
         """If this request gave up its blocks: how many could be found again by their content, and
-        how many of these are sure to be, because others hold them or they are pinned."""
-        block_ids = [i for i in self._tables[request_id].block_ids if i in self._index]
-        return len(block_ids), sum(not self._device.is_only_held(i, 1) for i in block_ids)
-
-    def num_cached_among(self, hashes: Iterable[bytes]) -> int:
-        """How many of these contents are in a block now."""
-        return sum(self._index.block_of(value) is not None for value in hashes)
-
-    # ------------------------------------------------------------------ pinned prefixes
-
-    @property
-    def num_blocks_pinned(self) -> int:
-        """Blocks that hold claimed contents."""
-        return self._device.num_pinned
-
-    def pin(self, pin: Pin) -> bool:
-        """Keep a prefix's blocks, those that are there and those still to be computed.
-
-        False, and nothing changed, when more than `pins.max_blocks` would be claimed.
-        """
-        if self.pins.num_blocks + self.pins.num_new(pin.hashes) > self.pins.max_blocks:
-            return False
-        self.pins.put(pin)
-        for value in pin.hashes:
-            block_id = self._index.block_of(value)
-            if block_id is not None:
-                self._device.pin(block_id)
-        return True
-
-    def unpin(self, pin_id: str) -> bool:
-        """Let go of a prefix; its blocks stay in the cache like others. False: it is unknown."""
-        unclaimed = self.pins.remove(pin_id)
-        for value in unclaimed or ():
-            block_id = self._index.block_of(value)
-            if block_id is not None:
-                self._device.unpin(block_id)
-        return unclaimed is not None
-
-    def unpin_expired(self, now: float) -> None:
-        """Let go of the prefixes whose time is up."""
-        for pin_id in self.pins.expired(now):
-            self.unpin(pin_id)
+        how many of these for sure."""
+        return self.prefixes.num_findable(self._tables[request_id].block_ids)
 
     # ------------------------------------------------------------------ host tier
 
@@ -279,12 +200,12 @@ class KVCacheManager:
             return None
         block_ids = self._device.take(count)
         if block_ids:
-            self._index.forget(block_ids)
+            self.prefixes.lose(block_ids)
         return block_ids
 
     def _drop(self, table: BlockTable) -> None:
         # Last blocks first: a prompt's beginning is what others are most likely to share.
-        self._device.drop(table.block_ids[::-1], keep=self._index)
+        self._device.drop(table.block_ids[::-1], keep=self.prefixes)
 
     def check_holders(self, *, device: set[str], host: set[str]) -> None:
         """Exactly these requests have blocks in each tier."""
@@ -295,10 +216,7 @@ class KVCacheManager:
         """Every hold of a pool is one table entry, and nobody is in both tiers."""
         self._device.check_invariants()
         self._host.check_invariants()
-        self._index.check_invariants()
-        self.pins.check_invariants()
-        claimed = {block_id for value, block_id in self._index.items() if value in self.pins}
-        assert self._device.pinned == claimed, self._device.pinned ^ claimed
+        self.prefixes.check_invariants()
         held = Counter(i for table in self._tables.values() for i in table.block_ids)
         assert 0 not in held, "the null block is in a table"
         for block_id in range(1, self.num_blocks + 1):

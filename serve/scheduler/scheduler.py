@@ -99,7 +99,7 @@ class Scheduler:
     def expire(self) -> list[TokenDelta]:
         """End requests that have waited too long for their first step, and pins of old."""
         now = self.clock()
-        self.kv.unpin_expired(now)
+        self.kv.prefixes.unpin_expired(now)
         expired = self._deadlines.take_expired(now)
         retry_after_s = self._back_pressure.seconds_until_drained(len(self.roster.waiting), now)
         deltas = []

@@ -10,8 +10,10 @@ import pytest
 
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.block_pool import BlockPool
+from serve.kv_cache.block_table import BlockTable
 from serve.kv_cache.manager import KVCacheManager
 from serve.kv_cache.pins import Pin, PrefixPins
+from serve.kv_cache.prefix_cache import PrefixCache
 from serve.kv_cache.prefix_index import BlockHashes
 from serve.messages import AddRequest, FinishReason, TokenDelta
 from serve.scheduler.admission import Admission
@@ -38,7 +40,7 @@ SEEDED: dict[str, type[Any]] = {}
 
 def seeded(bug: type[Any]) -> type[Any]:
     """Register a class with a mistake in it; its base says what it stands in for: a role above, or
-    a part that Scheduler makes."""
+    a part that Scheduler or KVCacheManager makes."""
     SEEDED[bug.__name__] = bug
     return bug
 
@@ -99,7 +101,7 @@ class DoesNotHoldMatchedBlocks(KVCacheManager):
     ) -> list[int] | None:
         added = super()._start_table(request_id, num_tokens, matched, keep_free)
         if added is not None:
-            self._device.drop(matched, keep=self._index)
+            self._device.drop(matched, keep=self.prefixes)
         return added
 
 
@@ -260,15 +262,15 @@ class TakesInTokensOfTheEnded(Scheduler):
 
 
 @seeded
-class PinsOnlyWhatIsThere(KVCacheManager):
-    def commit(self, request_id: str, hashes: BlockHashes, num_tokens: int) -> None:
+class PinsOnlyWhatIsThere(PrefixCache):
+    def commit(self, table: BlockTable, hashes: BlockHashes, num_tokens: int) -> None:
         pins, self.pins = self.pins, PrefixPins(0)
-        super().commit(request_id, hashes, num_tokens)
+        super().commit(table, hashes, num_tokens)
         self.pins = pins
 
 
 @seeded
-class PinsNothing(KVCacheManager):
+class PinsNothing(PrefixCache):
     def pin(self, pin: Pin) -> bool:
         if self.pins.num_blocks + self.pins.num_new(pin.hashes) > self.pins.max_blocks:
             return False
@@ -277,14 +279,14 @@ class PinsNothing(KVCacheManager):
 
 
 @seeded
-class ForgetsWhatIsPinned(KVCacheManager):
-    def forget_prefixes(self) -> int:
+class ForgetsWhatIsPinned(PrefixCache):
+    def forget(self) -> int:
         self._index.keep_only(())
         return 0
 
 
 @seeded
-class UnpinsWhatOthersStillPin(KVCacheManager):
+class UnpinsWhatOthersStillPin(PrefixCache):
     def unpin(self, pin_id: str) -> bool:
         pin = self.pins.by_id.get(pin_id)
         known = super().unpin(pin_id)
@@ -339,6 +341,7 @@ def test_a_seeded_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     original: type[Any] = mistaken.__base__
     types = {ROLES[original]: mistaken} if original in ROLES else {}
     if not types:
-        monkeypatch.setattr(f"serve.scheduler.scheduler.{original.__name__}", mistaken)
+        maker = "kv_cache.manager" if original is PrefixCache else "scheduler.scheduler"
+        monkeypatch.setattr(f"serve.{maker}.{original.__name__}", mistaken)
     with pytest.raises(Exception):  # noqa: B017, PT011 - whatever breaks first
         run_the_suite(**types)

@@ -172,11 +172,11 @@ class EngineMachine(RuleBasedStateMachine):
     def forget_everything(self) -> None:
         """Without pins every block is free."""
         core, kv = self.run.core, self.run.kv
-        for pin_id in list(kv.pins.by_id):
+        for pin_id in list(kv.prefixes.pins.by_id):
             core.handle(Control(0, "unpin", {"pin_id": pin_id}))
-        assert (kv.num_blocks_free, kv.num_blocks_pinned) == (kv.num_blocks, 0)
+        assert (kv.num_blocks_free, kv.prefixes.num_pinned) == (kv.num_blocks, 0)
         core.handle(Control(0, "reset_prefix_cache"))
-        assert kv.num_cached_blocks == 0
+        assert kv.prefixes.num_blocks == 0
         self.run.scheduler.check_invariants()
 
     def most_preemptions(self) -> int:

@@ -45,25 +45,25 @@ def find(kv: KVCacheManager, *token_ids: int) -> int:
 def test_a_pinned_block_outlives_everything_that_comes() -> None:
     kv = manager()
     compute(kv, "a", 1, 2, 3, 4)
-    assert kv.pin(pin("p", 1, 2, 3, 4))
+    assert kv.prefixes.pin(pin("p", 1, 2, 3, 4))
     assert (kv.num_blocks_free, kv.num_blocks_used) == (4, 0)
     for number in range(20):
         compute(kv, f"r{number}", *[100 + number] * 8)
         kv.check_invariants()
     assert find(kv, 1, 2, 3, 4) == 2
     assert kv.grow("large", 5 * BLOCK) is None  # they are not there for others
-    assert kv.unpin("p")
+    assert kv.prefixes.unpin("p")
     assert kv.grow("large", 5 * BLOCK) is not None
     kv.check_invariants()
 
 
 def test_a_claim_may_come_before_its_content_and_while_others_hold_it() -> None:
     kv = manager()
-    assert kv.pin(pin("p", 1, 2, 3, 4))
-    assert kv.num_blocks_pinned == 0
+    assert kv.prefixes.pin(pin("p", 1, 2, 3, 4))
+    assert kv.prefixes.num_pinned == 0
     kv.grow("a", 4)
     kv.commit("a", hashes(1, 2, 3, 4), 4)
-    assert (kv.num_blocks_pinned, kv.num_blocks_used) == (2, 2)
+    assert (kv.prefixes.num_pinned, kv.num_blocks_used) == (2, 2)
     assert kv.num_blocks_only_held_by(["a"]) == 0  # its end frees nothing
     kv.free("a")
     assert (kv.num_blocks_used, kv.num_blocks_free) == (0, 4)
@@ -72,14 +72,14 @@ def test_a_claim_may_come_before_its_content_and_while_others_hold_it() -> None:
 
 def test_the_cap_counts_shared_beginnings_once_and_refuses_whole_pins() -> None:
     kv = manager(max_pinned=3)
-    assert kv.pin(pin("p", 1, 2, 3, 4))
-    assert kv.pin(pin("q", 1, 2, 5, 6))
-    assert not kv.pin(pin("r", 7, 8))
-    assert kv.pins.num_blocks == 3
-    assert kv.unpin("p")  # what q needs of it stays
-    assert kv.pins.num_blocks == 2
-    assert kv.pin(pin("r", 7, 8))
-    assert not kv.unpin("p")
+    assert kv.prefixes.pin(pin("p", 1, 2, 3, 4))
+    assert kv.prefixes.pin(pin("q", 1, 2, 5, 6))
+    assert not kv.prefixes.pin(pin("r", 7, 8))
+    assert kv.prefixes.pins.num_blocks == 3
+    assert kv.prefixes.unpin("p")  # what q needs of it stays
+    assert kv.prefixes.pins.num_blocks == 2
+    assert kv.prefixes.pin(pin("r", 7, 8))
+    assert not kv.prefixes.unpin("p")
     kv.check_invariants()
 
 
@@ -96,8 +96,8 @@ def test_forgetting_prefixes_spares_what_is_pinned() -> None:
     kv = manager()
     compute(kv, "a", 1, 2)
     compute(kv, "b", 3, 4)
-    kv.pin(pin("p", 3, 4))
-    assert kv.forget_prefixes() == 1
+    kv.prefixes.pin(pin("p", 3, 4))
+    assert kv.prefixes.forget() == 1
     assert (find(kv, 1, 2), find(kv, 3, 4)) == (0, 1)
     kv.check_invariants()
 
@@ -133,19 +133,19 @@ class PinMachine(RuleBasedStateMachine):
     @rule(tokens=sequences)
     def pin(self, tokens: list[int]) -> None:
         name = "".join(map(str, tokens))
-        if self.kv.pin(pin(name, *tokens)):
+        if self.kv.prefixes.pin(pin(name, *tokens)):
             self.pinned[name] = tokens
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         if self.pinned:
             name = data.draw(st.sampled_from(sorted(self.pinned)))
-            assert self.kv.unpin(name)
+            assert self.kv.prefixes.unpin(name)
             del self.pinned[name]
 
     @rule()
     def forget(self) -> None:
-        self.kv.forget_prefixes()
+        self.kv.prefixes.forget()
 
     @invariant()
     def holds(self) -> None:
@@ -164,6 +164,6 @@ TestPinMachine = PinMachine.TestCase
 @pytest.mark.parametrize("now", [0.0, 1e9])
 def test_nothing_expires_that_has_no_end(now: float) -> None:
     kv = manager()
-    kv.pin(pin("p", 1, 2))
-    kv.unpin_expired(now)
-    assert kv.pins.num_blocks == 1
+    kv.prefixes.pin(pin("p", 1, 2))
+    kv.prefixes.unpin_expired(now)
+    assert kv.prefixes.pins.num_blocks == 1

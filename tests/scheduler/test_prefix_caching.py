@@ -158,7 +158,7 @@ def test_forgetting_prefixes_leaves_running_requests_alone() -> None:
     run.core.handle(second)
     run.core.step()
     assert run.scheduler.roster.requests["b"].num_cached_tokens == 8
-    run.scheduler.kv.forget_prefixes()
+    run.scheduler.kv.prefixes.forget()
     drive(run, [Arrival(third, 0)])
     wanted = reference_completion(prompt, first.sampling)
     assert run.completions["a"] == run.completions["c"] == wanted

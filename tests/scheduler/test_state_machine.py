@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_prefixes(self) -> None:
-        self.scheduler.kv.forget_prefixes()
+        self.scheduler.kv.prefixes.forget()
 
     @precondition(lambda self: len(self.launched) < MAX_DEPTH and self.scheduler.has_work())
     @rule(fails=st.integers(0, 15).map(lambda n: n == 0))
