@@ -70,10 +70,14 @@ def test_matrix_products_run_on_tensor_cores(reports: list[dict[str, Any]]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED_LIMIT)
 def test_every_configuration_compiles_and_fits(target: str) -> None:
+    """Some 70 compilations, two or three minutes on one core; next to nothing the second time,
+    because Triton keeps what it compiled by a hash of source, target and options."""
     for report in compile_for(target, "--all"):
         assert report["shared_bytes"] <= SHARED_LIMIT[target], report
-        if "bf16" in report["label"]:
+        assert report["wide_load_bytes"] >= report["kv_tile_bytes"], report
+        if "fp32" not in report["label"]:
             assert report["spills"] == 0, report
+            assert report["matrix_instructions"] > 0 or not report["kv_tile_bytes"], report
 
 
 @pytest.mark.parametrize("target", [*SHARED_LIMIT, "cuda:75", "cuda:120", "interpreter"])
@@ -82,7 +86,7 @@ def test_a_target_has_a_tile_for_every_shape_class(target: str) -> None:
 
     assert set(table.tiles) == {"ragged", "decode", "matmul"}
     for kernel in ("ragged", "decode"):
-        assert set(table.tiles[kernel]) == {
-            f"{bits}bit/{dim}" for bits in (16, 32) for dim in (64, 128, 256)
-        }
+        every = {f"{bits}bit/{dim}" for bits in (16, 32) for dim in (64, 128, 256)}
+        narrow = {f"16bit e4m3/{dim}" for dim in (64, 128, 256)}
+        assert every <= set(table.tiles[kernel]) <= every | narrow
     assert set(table.tiles["matmul"]) == {"16bit", "32bit"}

@@ -82,8 +82,9 @@ def all_variants(target: str) -> Iterator[Variant]:
         yield attention(kernel, target, "fp16", 128)
         for block_size in (8, 64):  # a tile of many blocks, and a block of many tiles
             yield attention(kernel, target, "bf16", 128, block_size=block_size, group=1)
-        everything = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
-        yield attention(kernel, target, "bf16", 128, **everything)
+        for model in ("HAS_SOFTCAP", "HAS_SINKS"):  # Gemma, gpt-oss
+            switches = {"HAS_WINDOW": True, model: True}
+            yield attention(kernel, target, "bf16", 128, **switches)
     yield attention("ragged", target, "bf16", 128, ALWAYS_MASK=True)
     yield attention("decode", target, "bf16", 128, NUM_SPLITS=8)
 
@@ -100,7 +101,7 @@ def attention(
     **switches: Any,
 ) -> Variant:
     """ "ragged" or "decode" attention with the target's own tile."""
-    tile: Tile = load_tiles(target).attention(which, DTYPES[dtype], head_dim)
+    tile: Tile = load_tiles(target).attention(which, DTYPES[dtype], head_dim, e4m3=e4m3)
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,

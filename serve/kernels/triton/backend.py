@@ -18,7 +18,7 @@ from serve.kernels.triton.decode_attention import decode_attention, plan_splits
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.heads import prepare_heads
 from serve.kernels.triton.kv_write import write_kv
-from serve.kernels.triton.tiles import TileTable, multiprocessor_count
+from serve.kernels.triton.tiles import Tile, TileTable, multiprocessor_count
 
 
 class TritonAttention:
@@ -103,10 +103,10 @@ class TritonAttention:
                 meta, arguments.num_kv_heads, window, multiprocessor_count(query.device)
             )
         if split_rows:
-            tile = self._tiles.attention("decode", query.dtype, arguments.head_dim)
+            tile = self._tile("decode", arguments)
             decode_attention(arguments, out, num_rows=split_rows, num_splits=num_splits, tile=tile)
         if split_rows < num_rows:
-            tile = self._tiles.attention("ragged", query.dtype, arguments.head_dim)
+            tile = self._tile("ragged", arguments)
             ragged_attention(
                 arguments,
                 out,
@@ -115,6 +115,10 @@ class TritonAttention:
                 always_mask=self._batch_invariant,
             )
         return out
+
+    def _tile(self, kernel: str, arguments: AttentionArguments) -> Tile:
+        dtype, e4m3 = arguments.query.dtype, arguments.kv_scales is not None
+        return self._tiles.attention(kernel, dtype, arguments.head_dim, e4m3=e4m3)
 
     def _stored(self, kv: Tensor) -> Tensor:
         """The cache as the kernels take it here."""

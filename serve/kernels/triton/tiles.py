@@ -39,10 +39,18 @@ class TileTable:
     target: str
     tiles: Mapping[str, Mapping[str, Tile]]  # kernel → shape class → tile
 
-    def attention(self, kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
-        """The tile of "ragged" or "decode" attention for a dtype and a head size."""
+    def attention(
+        self, kernel: str, dtype: torch.dtype, head_dim: int, *, e4m3: bool = False
+    ) -> Tile:
+        """The tile of "ragged" or "decode" attention for a query's dtype and a head size.
+
+        An e4m3 cache has one of its own where the other would spill: its numbers are widened in
+        registers.
+        """
         width = max(64, triton.next_power_of_2(head_dim))
-        return self.tiles[kernel][f"{dtype.itemsize * 8}bit/{width}"]
+        tiles, bits = self.tiles[kernel], dtype.itemsize * 8
+        tile = tiles[f"{bits}bit/{width}"]
+        return tiles.get(f"{bits}bit e4m3/{width}", tile) if e4m3 else tile
 
     def matmul(self, dtype: torch.dtype) -> Tile:
         """The one tile of the batch-invariant matmul for a dtype."""
