@@ -77,11 +77,15 @@ class InputBuilder:
         """The tensors for these shares of a step, which must not be none."""
         layout = self._lay_out(scheduled)
         rows, seq_lens, ends = layout.rows, layout.seq_lens, layout.ends
-        positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, layout.query_lens)
-        token_rows = np.repeat(rows, layout.query_lens)
+        if ends[-1] == len(rows):  # a token each, as in most steps
+            positions, token_rows = seq_lens - 1, rows
+        else:
+            positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, layout.query_lens)
+            token_rows = np.repeat(rows, layout.query_lens)
         known, in_flight = _token_ids(layout.entries)
         sampling = np.flatnonzero([e.samples for e in layout.entries])
-        max_seq_len = int(seq_lens.max())
+        query_lens_host, seq_lens_host = layout.query_lens.tolist(), seq_lens.tolist()
+        max_seq_len = max(seq_lens_host)
         num_columns = -(-max_seq_len // self._block_size)
 
         (
@@ -123,11 +127,11 @@ class InputBuilder:
                 seq_lens=sent_seq_lens,
                 block_table=block_table,
                 slot_mapping=slots,
-                num_decode_rows=int(np.count_nonzero(layout.query_lens == 1)),
-                max_query_len=int(layout.query_lens.max()),
+                num_decode_rows=query_lens_host.count(1),
+                max_query_len=max(query_lens_host),
                 max_seq_len=max_seq_len,
-                query_lens_host=layout.query_lens.tolist(),
-                seq_lens_host=seq_lens.tolist(),
+                query_lens_host=query_lens_host,
+                seq_lens_host=seq_lens_host,
             ),
             sample=SampleInput(
                 request_ids=[layout.entries[i].request_id for i in sampling.tolist()],

@@ -148,7 +148,10 @@ class ModelRunner:
         prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
         if step.sample is None:
             return PendingStep([], None, None, {}, prompts)
-        return self._sample(self._model.logits(hidden[step.sample.tokens]), step.sample, prompts)
+        # Each request's last token; in a decode step these are all there are.
+        if len(step.sample.request_ids) < len(hidden):
+            hidden = hidden[step.sample.tokens]
+        return self._sample(self._model.logits(hidden), step.sample, prompts)
 
     def _sample(
         self, logits: Tensor, sample: SampleInput, prompts: list[_PendingPrompt]

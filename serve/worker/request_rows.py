@@ -19,6 +19,8 @@ from serve.worker.logit_edits import longest_start
 from serve.worker.sampling_columns import Rows, SamplingColumns, Wish
 from serve.worker.token_memory import LastTokens, TokenCounts
 
+_REMEMBERED = int(Wish.PENALTIES | Wish.BAD_WORDS)
+
 
 class RequestRows:
     """Changed only by ModelRunner. Block ids past a row's table are 0, the null block."""
@@ -90,6 +92,8 @@ class RequestRows:
         """Note the tokens [S] just sampled for these rows, without waiting for them."""
         self.last_token.index_copy_(0, rows_on_device, token_ids)
         wishes = self.columns.wishes[rows]
+        if not int(np.bitwise_or.reduce(wishes)) & _REMEMBERED:
+            return
         for wish, memory in ((Wish.PENALTIES, self.counts), (Wish.BAD_WORDS, self.last_tokens)):
             places = np.flatnonzero(wishes & wish)
             if places.size:

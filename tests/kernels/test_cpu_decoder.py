@@ -117,3 +117,18 @@ def test_a_prompt_in_chunks_has_the_bits_of_a_whole_one_on_any_number_of_threads
         outputs.append(run(hidden[first:last].clone(), ropes(step.positions), step))
 
     assert torch.equal(torch.cat(outputs), expected)
+
+
+def test_a_decoder_follows_when_it_is_given_another_cache() -> None:
+    fuse = compiled().fuse_decoder
+    assert fuse is not None
+    run = fuse(decoder(gemma=False))
+    first, second = context(LENS), context(LENS)
+    hidden = torch.randn(len(first.positions), HIDDEN)
+
+    outputs = [run(hidden.clone(), ropes(step.positions), step) for step in (first, second, first)]
+
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    for one, other in zip(first.kv, second.kv, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
