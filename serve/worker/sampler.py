@@ -209,20 +209,22 @@ def keep_top(values: Tensor, scaled: Tensor, numbers: Tensor) -> tuple[Tensor, T
     """Apply top_k and top_p to each row's best tokens.
 
     values: [S, width], the largest of `scaled` [S, vocab], sorted. Returns values with what falls
-    out set to -inf (the best always stays), and [S] bool: whether the result is certain. It is not
-    when more than `width` tokens may be needed.
+    out set to -inf (the best always stays, and so does what equals the last one within), and [S]
+    bool: whether the result is certain. It is not when more than `width` tokens may be needed.
     """
     width = values.shape[1]
     top_k, top_p = numbers[:, TOP_K, None], numbers[:, TOP_P, None]
-    place = torch.arange(width, device=values.device)
-    kept = values.masked_fill(place >= top_k, -torch.inf)
-    all_in_view = (top_k <= width) | (width == scaled.shape[1])
+    least = values.gather(1, top_k.clamp(max=width).long() - 1)
+    kept = values.masked_fill(values < least, -torch.inf)
+    farthest = values[:, -1:]
+    all_in_view = (width == scaled.shape[1]) | (farthest == -torch.inf)
+    all_in_view |= (top_k <= width) & (farthest < least)
     total = torch.where(
         all_in_view, kept.logsumexp(dim=-1, keepdim=True), scaled.logsumexp(dim=-1, keepdim=True)
     )
     probabilities = (kept - total).exp()
-    through = probabilities.cumsum(dim=-1)
-    outside = through - probabilities >= top_p
+    outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
     outside[:, 0] = False
-    decided = all_in_view | ((through[:, -1:] >= top_p) & (top_k >= scaled.shape[1]))
-    return kept.masked_fill_(outside, -torch.inf), decided.squeeze(1)
+    least = kept.masked_fill(outside, torch.inf).amin(dim=-1, keepdim=True)
+    decided = all_in_view | ((top_k >= scaled.shape[1]) & (farthest < least))
+    return kept.masked_fill_(kept < least, -torch.inf), decided.squeeze(1)
