@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from serve.kernels.base import SamplingKernels
 from serve.kernels.triton.sampling import draw, penalize
 from serve.sampling_params import SamplingParams
-from serve.worker.noise import gumbel, noise_keys, token_hashes
+from tests.kernels.sampling_twin import EVERY_WISH, controls, keys, penalized, twin
 from tests.worker.harness import Asked, SamplerStand
 
 VOCAB = 1500  # one whole tile and a part
-OFF = {"temperature": 1.0, "top_k": VOCAB, "top_p": 2.0, "min_p": 0.0}
-
-
-def controls(rows: int, **wishes: float) -> Tensor:
-    return torch.tensor([list((OFF | wishes).values())] * rows)
-
-
-def keys(rows: int, first_seed: int = 0) -> Tensor:
-    seeds = np.arange(first_seed, first_seed + rows)
-    return torch.from_numpy(noise_keys(seeds, np.full(rows, 17)))
-
-
-def twin(logits: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
-    """The same draw by sorting, in fp64."""
-    temperature, top_k, top_p, min_p = wishes.double().split(1, dim=1)
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
-    scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
-    ordered, ids = scaled.sort(dim=-1, descending=True)
-    ordered = ordered.masked_fill(torch.arange(VOCAB) >= top_k, -torch.inf)
-    mass = ordered.softmax(-1)
-    ordered = ordered.masked_fill(mass.cumsum(-1) - mass >= top_p, -torch.inf)
-    noise = gumbel(token_hashes(VOCAB, logits.device), keys).double()
-    return (scaled.scatter(1, ids, ordered) + noise).argmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +87,7 @@ def test_penalties_equal_the_formulas_of_the_sampler() -> None:
     generated = torch.randint(0, 3, (2, VOCAB), dtype=torch.int32)
     in_prompt = torch.rand(2, VOCAB) < 0.2
     wishes = torch.tensor([[0.5, 0.25, 1.3], [-1.0, 0.0, 0.8]])
-    presence, frequency, repetition = wishes[:, :, None].unbind(1)
-    expected = torch.where(logits > 0, logits / repetition, logits * repetition)
-    expected = torch.where((generated > 0) | in_prompt, expected, logits)
-    expected -= frequency * generated + presence * (generated > 0)
+    expected = penalized(logits, wishes, generated, in_prompt)
 
     penalize(logits, wishes, generated, in_prompt)
 
@@ -136,22 +108,11 @@ def test_keys_of_another_batch_are_refused() -> None:
 
 def test_the_sampler_gives_the_same_tokens_through_these_kernels() -> None:
     """A batch of all wishes, greedy and random, penalized and not, as a server would see it."""
-    wishes = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(seed=1),
-        SamplingParams(seed=2, temperature=0.6, top_k=20),
-        SamplingParams(seed=3, top_p=0.8, logprobs=1),
-        SamplingParams(seed=4, min_p=0.1, frequency_penalty=0.4),
-        SamplingParams(temperature=1.3, top_k=1),
-        SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.2),
-        SamplingParams(seed=5, top_k=50, top_p=0.7, min_p=0.01, allowed_token_ids=(3, 7, 900)),
-    ]
-    asked = [Asked(w, prompt=range(5), generated=[n, n, 7]) for n, w in enumerate(wishes)]
-    plain = SamplerStand(VOCAB, asked)
-    through = SamplerStand(VOCAB, asked, kernels=SamplingKernels(draw, penalize))
+    plain = SamplerStand(VOCAB, EVERY_WISH)
+    through = SamplerStand(VOCAB, EVERY_WISH, kernels=SamplingKernels(draw, penalize))
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        logits = torch.randn(len(asked), VOCAB, generator=generator) * 3
+        logits = torch.randn(len(EVERY_WISH), VOCAB, generator=generator) * 3
 
         assert through.sample(logits).token_ids.tolist() == plain.sample(logits).token_ids.tolist()
 
