@@ -79,12 +79,18 @@ def save_model(folder: Path, model_type: str = "llama", **settings: Any) -> Any:
     return model
 
 
-def load(path: Path, impl: str = "auto", load_format: str = "auto") -> CausalModel:
-    """Our model from a folder or file: fp32, CPU, reference kernels."""
+def load(
+    path: Path,
+    impl: str = "auto",
+    load_format: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> CausalModel:
+    """Our model from a folder or file: weights in `dtype`, fp32, CPU, reference kernels."""
     return build_model(
         open_checkpoint(path, load_format),
         kernels=reference.kernels(),
-        dtype=torch.float32,
+        dtype=dtype,
+        compute_dtype=torch.float32,
         device=torch.device("cpu"),
         impl=impl,
         seed=0,

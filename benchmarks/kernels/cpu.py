@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    kernels = cpu_kernels(num_threads=1)
+    kernels, rounding = (cpu_kernels(num_threads=1, quantization=q) for q in (None, "int8"))
     with torch.inference_mode():
-        contestants = linear_contestants(kernels)
+        contestants = linear_contestants(kernels, rounding)
         for rows in options.rows:
             inputs = {depth: torch.randn(rows, depth) for depth in (HIDDEN, INTERMEDIATE)}
             runs = {name: _step(layers, inputs) for name, layers in contestants.items()}
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def linear_contestants(kernels: Kernels) -> dict[str, list[Callable[[Tensor], Tensor]]]:
+def linear_contestants(
+    kernels: Kernels, rounding: Kernels
+) -> dict[str, list[Callable[[Tensor], Tensor]]]:
     """Each one's 121 layers over random weights."""
     weights = [torch.randn(shape) / shape[1] ** 0.5 for shape in SHAPES]
     reorder, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
@@ -70,6 +72,7 @@ def linear_contestants(kernels: Kernels) -> dict[str, list[Callable[[Tensor], Te
         "ours 4 bit": [kernels.pack_linear(_four_bits(weight), None) for weight in weights],
         "oneDNN fp32": [onednn(weight) for weight in weights],
         "FBGEMM fp16": [fbgemm(weight) for weight in weights],
+        "ours int8": [rounding.pack_linear(weight, None) for weight in weights],
     }
 
 

@@ -232,21 +232,23 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """oneDNN's own weight layout for fp32 on a CPU, F.linear otherwise.
+    """fp32 in oneDNN's own weight layout on a CPU, F.linear otherwise.
 
     With the packed layout a row's result is the same bit for bit whatever the number of rows, and
-    F.linear's is not below about 16 rows.
+    F.linear's is not below about 16 rows. 16-bit products are emulated on most CPUs, so there
+    16-bit weights are widened.
     """
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if weight.device.type != "cpu":
         return partial(F.linear, weight=weight, bias=bias)
+    weight, bias = weight.float(), None if bias is None else bias.float()
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return partial(F.linear, weight=weight, bias=bias)
+        return lambda x: F.linear(x.float(), weight, bias).to(x.dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:
-        result: Tensor = multiply(x, packed, bias, "none", [], "")
-        return result
+        result: Tensor = multiply(x.float(), packed, bias, "none", [], "")
+        return result.to(x.dtype)
 
     return linear
 

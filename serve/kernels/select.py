@@ -24,15 +24,17 @@ def select_kernels(
     num_threads: int | None = None,
     batch_invariant: bool = False,
     cache_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
 ) -> tuple[Kernels, str]:
     """The kernels for a device ("cpu" or "cuda") and one sentence that says why these.
 
     `override` is the user's choice (`--attention-backend`), or "auto"; `cache_dtype` is the KV
-    cache's, if it is not `dtype`. Raises ConfigError when the choice cannot serve this device,
-    dtypes, head dims or block size, or not batch-invariantly.
+    cache's, if it is not `dtype`; `quantization` is of the weights. Raises ConfigError when the
+    choice cannot serve this device, dtypes, head dims or block size, or not batch-invariantly.
     """
+    check_quantization(quantization, device_type, override)
     candidates: dict[str, Callable[[], Kernels]] = {
-        "cpu": lambda: _cpu(device_type, num_threads),
+        "cpu": lambda: _cpu(device_type, num_threads, quantization),
         "triton": lambda: _triton(device_type, batch_invariant),
         "reference": lambda: _reference(device_type, batch_invariant),
     }
@@ -53,15 +55,27 @@ def select_kernels(
         kernels = candidates[preferred]()
         _check(kernels, dtype, head_dims, block_size, cache_dtype)
     except ConfigError as reason:
+        if quantization is not None:
+            raise
         kernels = candidates["reference"]()
         return kernels, f"reference kernels (plain torch, slower), because {reason}" + invariant
     return kernels, f"{kernels.name} kernels, the fastest for device {device_type}" + invariant
 
 
-def _cpu(device_type: str, num_threads: int | None) -> Kernels:
+def check_quantization(quantization: str | None, device_type: str, override: str) -> None:
+    """Raises ConfigError where no kernels have it."""
+    if quantization is not None and (device_type != "cpu" or override not in ("auto", "cpu")):
+        raise ConfigError(
+            f"--quantization {quantization}: only the cpu kernels have it; use --device cpu "
+            "without another --attention-backend, or leave it out"
+        )
+
+
+def _cpu(device_type: str, num_threads: int | None, quantization: str | None) -> Kernels:
     if device_type != "cpu":
         raise ConfigError(f"the cpu kernels cannot run on device {device_type}")
-    kernels: Kernels = _load("serve.kernels.cpu", "cpu_kernels")(num_threads=num_threads)
+    factory = _load("serve.kernels.cpu", "cpu_kernels")
+    kernels: Kernels = factory(num_threads=num_threads, quantization=quantization)
     return kernels
 
 

@@ -19,13 +19,21 @@ class DecoderModel:
 
     needs_prompt_lens: bool
 
-    def __init__(self, spec: DecoderSpec, parameters: DecoderParameters, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        parameters: DecoderParameters,
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        """`dtype` is that of activations; the parameters may be in a narrower one."""
+        self._dtype = dtype
         self.vocab_size = spec.vocab_size
         self.max_position = spec.max_position
         self.cache_layers = [LayerCache(spec.num_kv_heads, spec.head_dim) for _ in spec.layers]
         self._spec = spec
         self._embedding = parameters.embedding
-        self._embedding_scale = _rounded(spec.embedding_scale, parameters.embedding.dtype)
+        self._embedding_scale = _rounded(spec.embedding_scale, dtype)
         head = parameters.head or LinearParameters(parameters.embedding, None, ())
         self._head = pack(head, kernels)
 
@@ -39,7 +47,7 @@ class DecoderModel:
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] int64 → [T, hidden], final norm applied."""
-        residual = F.embedding(token_ids, self._embedding)
+        residual = F.embedding(token_ids, self._embedding).to(self._dtype)
         if self._embedding_scale is not None:
             residual = residual * self._embedding_scale
         return self._stack(residual, [rope.for_step(ctx) for rope in self._ropes], ctx)
@@ -75,5 +83,5 @@ def _pack_layers(
 
 
 def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
-    """Gemma multiplies by the scale as the embedding's dtype can hold it."""
+    """Gemma multiplies by the scale as the activations' dtype can hold it."""
     return None if scale is None else float(torch.tensor(scale).to(dtype))

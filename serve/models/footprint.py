@@ -7,14 +7,16 @@ the model that would be served.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from serve.errors import ConfigError
 from serve.kernels import reference
+from serve.kernels.select import check_quantization
 from serve.models.base import LayerCache
 from serve.models.checkpoint import Checkpoint
 from serve.models.families import read_spec
@@ -34,7 +36,10 @@ _PACKED_BYTES = {
 }
 """Per weight on a CPU, by GGUF kind; the values of all others take 32 bits."""
 
-BytesPerWeight = Callable[[Sequence[str]], float]
+_SCALE_BYTES = 4  # one per output, for int8
+
+SizeOf = Callable[[Tensor, Sequence[str]], float]
+"""Bytes of a matrix [out, in] that is stacked from tensors of these checkpoint names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Footprint:
     vocab_size: int
     hidden_size: int
     widest_bytes: int  # of the largest values between two layers' parts, per token
+    widened: tuple[str, ...] = ()  # kinds of GGUF blocks whose values take 32 bits each on a CPU
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """One KV block in all layers: keys and values."""
@@ -57,30 +63,46 @@ class Footprint:
 
 
 def read_footprint(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device_type: str, impl: str
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    impl: str,
+    quantization: str | None = None,
 ) -> Footprint:
-    """Measure a model. `checkpoint` may be a dummy. Raises ConfigError as loading it would."""
+    """Measure a model whose weights are in `dtype` or, on a CPU, quantized.
+
+    `checkpoint` may be a dummy. Raises ConfigError as loading it would.
+    """
+    check_quantization(quantization, device_type, "auto")
+    # As Device.compute_dtype, for a device that need not be here.
+    compute_dtype = torch.float32 if device_type == "cpu" else dtype
     spec = read_spec(checkpoint.hf_config) if impl != "transformers" else None
-    if spec is not None:
-        return _of_decoder(checkpoint, spec, dtype, device_type)
-    if impl == "native":
+    if spec is None and impl == "native":
         raise ConfigError(f"{checkpoint.path}: our decoder does not know this kind of model")
-    return _of_transformers(checkpoint, dtype)
+    if spec is None:
+        return _of_transformers(checkpoint, compute_dtype)
+    parameters = allocate(spec, dtype, _META)
+    if device_type != "cpu":
+        weight_bytes = sum(tensor.nbytes for tensor in parameters.by_name().values())
+        return _of_decoder(spec, parameters, weight_bytes, compute_dtype)
+    if quantization is not None:
+        weight_bytes = _packed_bytes(parameters, _int8_bytes)
+        return _of_decoder(spec, parameters, weight_bytes, compute_dtype)
+    kinds = _gguf_kinds(checkpoint) if dtype is torch.float32 else {}
+    size_of = _lossless_bytes(kinds, min(checkpoint.dtype.itemsize, dtype.itemsize))
+    footprint = _of_decoder(spec, parameters, _packed_bytes(parameters, size_of), compute_dtype)
+    widened = set(kinds.values()) - _PACKED_BYTES.keys() - {"F32"}
+    return replace(footprint, widened=tuple(sorted(widened)))
 
 
 def _of_decoder(
-    checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device_type: str
+    spec: DecoderSpec, parameters: DecoderParameters, weight_bytes: int, dtype: torch.dtype
 ) -> Footprint:
-    parameters = allocate(spec, dtype, _META)
-    counted = sum(tensor.numel() for tensor in parameters.by_name().values())
-    if device_type == "cpu":
-        weight_bytes = _packed_bytes(parameters, _bytes_per_weight(checkpoint, dtype))
-    else:
-        weight_bytes = sum(tensor.nbytes for tensor in parameters.by_name().values())
     inner = 3 * spec.intermediate_size  # gate and up, and their product
     heads = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     return Footprint(
-        num_parameters=counted,
+        num_parameters=sum(tensor.numel() for tensor in parameters.by_name().values()),
         weight_bytes=weight_bytes,
         cache_layers=tuple(LayerCache(spec.num_kv_heads, spec.head_dim) for _ in spec.layers),
         windows=tuple(layer.window for layer in spec.layers),
@@ -91,44 +113,52 @@ def _of_decoder(
     )
 
 
-def _packed_bytes(parameters: DecoderParameters, bytes_of: BytesPerWeight) -> int:
-    """The CPU's layout: matrices packed in their narrowest form, a tied head as a copy of the
-    embedding."""
+def _packed_bytes(parameters: DecoderParameters, size_of: SizeOf) -> int:
+    """The CPU's layout: matrices packed, a tied head as a copy of the embedding."""
     size = 0.0
     others = [parameters.embedding, parameters.final_norm]
     matrices = [("", linear) for linear in (parameters.head,) if linear is not None]
     if parameters.head is None:
-        size += parameters.embedding.numel() * bytes_of([EMBEDDING])
+        size += size_of(parameters.embedding, [EMBEDDING])
     for index, layer in enumerate(parameters.layers):
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
         matrices += [(f"model.layers.{index}.", linear) for linear in linears]
         others += layer.norms.values()
     for prefix, linear in matrices:
         names = [f"{prefix}{name}.weight" for name, _ in linear.parts]
-        size += linear.weight.numel() * bytes_of(names)
+        size += size_of(linear.weight, names)
         if linear.bias is not None:
             others.append(linear.bias.float())
     return math.ceil(size) + sum(tensor.nbytes for tensor in others)
 
 
-def _bytes_per_weight(checkpoint: Checkpoint, dtype: torch.dtype) -> BytesPerWeight:
-    """For the checkpoint names that one matrix is stacked from.
+def _int8_bytes(matrix: Tensor, _: Sequence[str]) -> float:
+    return matrix.numel() + len(matrix) * _SCALE_BYTES
+
+
+def _gguf_kinds(checkpoint: Checkpoint) -> dict[str, str]:
+    """How a GGUF file stores each tensor, by checkpoint name; empty for other formats."""
+    if checkpoint.path.suffix != ".gguf":
+        return {}
+    with GGUFFile(checkpoint.path) as opened:
+        model_type = checkpoint.hf_config.model_type
+        return {hf_name(tensor.name, model_type): tensor.kind.name for tensor in opened.tensors}
+
+
+def _lossless_bytes(kinds: Mapping[str, str], itemsize: int) -> SizeOf:
+    """The narrowest forms that lose nothing.
 
     Values that fit 16 bits are kept in 16 bits, and dequantized blocks become blocks again, if all
     parts of the matrix are of one kind.
     """
-    stored = min(checkpoint.dtype.itemsize, dtype.itemsize)
-    if checkpoint.path.suffix != ".gguf" or dtype is not torch.float32:
-        return lambda names: stored
-    with GGUFFile(checkpoint.path) as opened:
-        model_type = checkpoint.hf_config.model_type
-        kinds = {hf_name(tensor.name, model_type): tensor.kind.name for tensor in opened.tensors}
+    if not kinds:
+        return lambda matrix, _: matrix.numel() * itemsize
 
-    def bytes_of(names: Sequence[str]) -> float:
+    def size_of(matrix: Tensor, names: Sequence[str]) -> float:
         found = {kinds.get(name, kinds[EMBEDDING]) for name in names}
-        return _PACKED_BYTES.get(found.pop(), 4.0) if len(found) == 1 else 4.0
+        return matrix.numel() * (_PACKED_BYTES.get(found.pop(), 4.0) if len(found) == 1 else 4.0)
 
-    return bytes_of
+    return size_of
 
 
 def _of_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Footprint:
@@ -137,7 +167,12 @@ def _of_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Footprint:
     dummy = Checkpoint(checkpoint.path, "dummy", checkpoint.hf_config, checkpoint.dtype, ())
     with _META:
         model = load_transformers_model(
-            dummy, kernels=reference.kernels(), dtype=dtype, device=_META, seed=0
+            dummy,
+            kernels=reference.kernels(),
+            dtype=dtype,
+            compute_dtype=dtype,
+            device=_META,
+            seed=0,
         )
     text = checkpoint.hf_config.get_text_config()
     hidden = int(text.hidden_size)

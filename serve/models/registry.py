@@ -35,15 +35,19 @@ def build_model(
     device: torch.device,
     impl: str,
     seed: int,
+    compute_dtype: torch.dtype | None = None,
 ) -> CausalModel:
     """Load a checkpoint in `dtype` on `device`.
 
-    `impl` is "auto", "native" (our decoder) or "transformers". `seed` makes dummy weights.
+    `compute_dtype` is that of activations, keys and values, if it is not `dtype`; `impl` is "auto",
+    "native" (our decoder) or "transformers". `seed` makes dummy weights.
     Raises ConfigError.
     """
+    compute_dtype = compute_dtype or dtype
     spec = read_spec(checkpoint.hf_config) if impl != "transformers" else None
     if spec is not None:
-        return _native(checkpoint, spec, kernels, dtype, device, seed)
+        parameters = _load(checkpoint, spec, dtype, device, seed)
+        return DecoderModel(spec, parameters, kernels, compute_dtype)
     if impl == "native":
         raise ConfigError(
             f"{checkpoint.path}: our decoder does not know this variant of model type "
@@ -53,7 +57,12 @@ def build_model(
 
     logger.info("model type %s runs as transformers' model", checkpoint.hf_config.model_type)
     return load_transformers_model(
-        checkpoint, kernels=kernels, dtype=dtype, device=device, seed=seed
+        checkpoint,
+        kernels=kernels,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        device=device,
+        seed=seed,
     )
 
 
@@ -62,23 +71,17 @@ def head_dims(hf_config: Any) -> set[int]:
     return {config_head_dim(hf_config.get_text_config())}
 
 
-def _native(
-    checkpoint: Checkpoint,
-    spec: DecoderSpec,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-) -> DecoderModel:
+def _load(
+    checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, seed: int
+) -> DecoderParameters:
+    if checkpoint.format != "dummy" and spec.tie_embeddings:
+        return _load_tied(checkpoint, spec, dtype, device)
+    parameters = allocate(spec, dtype, device)
     if checkpoint.format == "dummy":
-        parameters = allocate(spec, dtype, device)
         fill_randomly(parameters, spec, seed)
-    elif spec.tie_embeddings:
-        parameters = _load_tied(checkpoint, spec, dtype, device)
     else:
-        parameters = allocate(spec, dtype, device)
         load_parameters(parameters.by_name(), checkpoint)
-    return DecoderModel(spec, parameters, kernels)
+    return parameters
 
 
 def _load_tied(

@@ -198,9 +198,11 @@ def load_transformers_model(
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
+    compute_dtype: torch.dtype,
     seed: int,
 ) -> TransformersModel:
-    """Load a checkpoint as transformers' model. Raises ConfigError."""
+    """Load a checkpoint as transformers' model, its weights rounded to `dtype` and, because torch
+    multiplies in one dtype only, kept in `compute_dtype`. Raises ConfigError."""
     AttentionInterface.register(_ATTENTION, _paged_attention)
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -208,7 +210,7 @@ def load_transformers_model(
     config = copy.deepcopy(checkpoint.hf_config)
     config._attn_implementation = _ATTENTION
     try:
-        hf_model = _load(checkpoint, config, dtype, seed)
+        hf_model = _load(checkpoint, config, compute_dtype, seed)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
@@ -232,6 +234,9 @@ def load_transformers_model(
             f"cache: {error}"
         ) from error
     _check_heads(model, checkpoint, kernels)
+    if compute_dtype is not dtype:
+        for parameter in hf_model.parameters():
+            parameter.copy_(parameter.to(dtype))
     return model
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from serve.config import Count, DeviceConfig, EngineConfig
-from serve.errors import ConfigError
 from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.footprint import Footprint, read_footprint
 from serve.plan.settings import PlanConfig
@@ -17,6 +16,7 @@ from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.device import cpu_pool_bytes, find_device, gpu_token_budget
 from serve.worker.kv_precision import cache_dtype
+from serve.worker.worker import model_impl
 
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)  # context, libraries' workspaces: what torch does not hold
 _SAMPLING_COPIES = 4  # of the logits in fp32: as computed, edited, probabilities, sorted or masked
@@ -70,9 +70,16 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
     """Work it out for the model at `path`. Raises ConfigError for what the engine would refuse."""
     checkpoint = open_checkpoint(path, "dummy")
     device = _device(config.device, options.memory)
-    dtype = _dtype(config.model.dtype, checkpoint.dtype, device)
-    impl = config.model.model_impl
-    footprint = read_footprint(checkpoint, dtype=dtype, device_type=device, impl=impl)
+    weights_dtype = _dtype(config.model.dtype, checkpoint.dtype, device)
+    quantization, impl = config.model.quantization, model_impl(config)
+    footprint = read_footprint(
+        checkpoint,
+        dtype=weights_dtype,
+        device_type=device,
+        impl=impl,
+        quantization=quantization,
+    )
+    dtype = torch.float32 if device == "cpu" else weights_dtype  # as Device.compute_dtype
     memory = options.memory or _memory_here(config.device, device)
     longest = longest_wanted(config, footprint.max_position)
     default_budget = gpu_token_budget(memory) if device == "cuda" else _CPU_TOKEN_BUDGET
@@ -101,7 +108,7 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
         footprint=footprint,
         weight_bytes_by_dtype=_weights_by_dtype(checkpoint, device, impl),
         device=device,
-        dtype=_name(dtype),
+        dtype=quantization or _name(weights_dtype),
         memory_bytes=memory,
         usable_bytes=usable,
         step_bytes=step,
@@ -130,8 +137,6 @@ def _dtype(wanted: str, stored: torch.dtype, device: str) -> torch.dtype:
     """As Device.resolve_dtype, for a device that need not be here."""
     if wanted != "auto":
         dtype: torch.dtype = getattr(torch, wanted)
-        if device == "cpu" and dtype is torch.float16:
-            raise ConfigError("--dtype float16 is not served on a CPU; use float32 or bfloat16.")
         return dtype
     return torch.float32 if device == "cpu" else stored
 

@@ -112,6 +112,9 @@ class CudaDevice:
         logger.info("this GPU has no bfloat16 arithmetic; serving in float16")
         return torch.float16
 
+    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
+        return weights
+
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free

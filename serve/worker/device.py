@@ -89,7 +89,10 @@ class Device(Protocol):
         """The device for a log line."""
 
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """The serving dtype for a `--dtype` value. Raises ConfigError for one that cannot work."""
+        """The weights' dtype for a `--dtype` value. Raises ConfigError for one that cannot work."""
+
+    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """What activations, keys and values are in, for weights of this dtype."""
 
     def free_bytes(self) -> int:
         """Memory still available here."""
@@ -182,20 +185,14 @@ class CpuDevice:
         return f"cpu ({threads}, {self.free_bytes() / GIB:.1f} GiB of memory available)"
 
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        if wanted == "float16":
-            raise ConfigError(
-                "--dtype float16 is not served on a CPU, which has no fast float16 arithmetic. "
-                "Use --dtype float32 or bfloat16, or leave it at auto (float32)."
-            )
-        if wanted == "bfloat16":
-            logger.warning(
-                "bfloat16 on a CPU halves memory, but is slow on processors without AMX or "
-                "AVX512-BF16, and its rounding may change greedy answers; auto means float32"
-            )
-            return torch.bfloat16
         if wanted == "auto" and checkpoint_dtype is not torch.float32:
             stored = str(checkpoint_dtype).removeprefix("torch.")
             logger.info("the checkpoint is %s; a CPU serves it in float32", stored)
+        dtype: torch.dtype = torch.float32 if wanted == "auto" else getattr(torch, wanted)
+        return dtype
+
+    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
+        # 16-bit arithmetic is emulated on most CPUs: slower than fp32, and it rounds every step.
         return torch.float32
 
     def free_bytes(self) -> int:

@@ -17,6 +17,7 @@ from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
 from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.decoder import DecoderModel
+from serve.models.footprint import read_footprint
 from serve.models.kv_scales import read_kv_scales
 from serve.models.registry import build_model, head_dims
 from serve.worker import host_memory
@@ -51,7 +52,8 @@ class Worker:
         self._config = config
         self._device = find_device(config.device)
         checkpoint = open_checkpoint(model_path, config.model.load_format)
-        self._dtype = self._device.resolve_dtype(config.model.dtype, checkpoint.dtype)
+        weights_dtype = self._device.resolve_dtype(config.model.dtype, checkpoint.dtype)
+        self._dtype = self._device.compute_dtype(weights_dtype)
         self._cache_dtype = cache_dtype(config.cache, self._dtype)
         self._kernels, why = select_kernels(
             self._device.name,
@@ -63,14 +65,19 @@ class Worker:
             batch_invariant=config.device.batch_invariant,
             cache_dtype=self._cache_dtype,
         )
-        dtype_name = str(self._dtype).removeprefix("torch.")
+        dtype_name = str(weights_dtype).removeprefix("torch.")
         logger.info("model %s, in %s on %s", model_path.name, dtype_name, self._device.describe())
+            quantization=config.model.quantization,
         logger.info("attention: %s", why)
         with _fitting(self._device, "the model", "Serve a smaller one, or in a narrower --dtype."):
             self._model = build_model(
+        if self._dtype is not weights_dtype:
+            compute_name = str(self._dtype).removeprefix("torch.")
+            logger.info("only weights are in %s; all else is in %s", dtype_name, compute_name)
                 checkpoint,
                 kernels=self._kernels,
-                dtype=self._dtype,
+                dtype=weights_dtype,
+                compute_dtype=self._dtype,
                 device=self._device.torch_device,
                 impl=model_impl(config),
                 seed=config.model.seed,
@@ -78,6 +85,7 @@ class Worker:
         with _fitting(self._device, "the largest step", _SMALLER_STEPS):
             self._scales = self._find_scales(checkpoint)
             size = self._size_cache()
+        self._log_weights(checkpoint, weights_dtype)
         with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
             storage = self._make_storage(
                 size.num_blocks, size.num_host_blocks, self._cache_dtype, self._scales
@@ -225,6 +233,30 @@ class Worker:
             size.max_model_len,
         )
         if size.num_host_blocks:
+    def _log_weights(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        if not isinstance(self._model, DecoderModel):
+            return  # transformers' models are measured by building them again
+        quantization = self._config.model.quantization
+        footprint = read_footprint(
+            checkpoint,
+            dtype=dtype,
+            device_type=self._device.name,
+            impl="native",
+            quantization=quantization,
+        )
+        logger.info(
+            "weights: %.0f million parameters in %.2f GiB%s",
+            footprint.num_parameters / 1e6,
+            footprint.weight_bytes / GIB,
+            f"; linear layers quantized to {quantization}" if quantization else "",
+        )
+        if footprint.widened:
+            logger.info(
+                "values from %s blocks are kept in 32 bits, which loses nothing; "
+                "--quantization int8 would take 8",
+                " and ".join(footprint.widened),
+            )
+
             gib = size.num_host_blocks * one_block / GIB
             logger.info("swap space: %d blocks, %.2f GiB", size.num_host_blocks, gib)
 
@@ -239,14 +271,17 @@ def _fitting(device: Device, what: str, advice: str) -> Iterator[None]:
 
 
 def model_impl(config: EngineConfig) -> str:
-    """Which implementation of the model to ask for: transformers' multiplies by torch, whose
-    rounding depends on the batch, so batch-invariant serving takes ours. Raises ConfigError."""
+    """Which implementation of the model to ask for: transformers' multiplies by torch, in torch's
+    formats and with rounding that depends on the batch. Raises ConfigError."""
     wanted = config.model.model_impl
-    if not config.device.batch_invariant:
-        return wanted
-    if wanted == "transformers":
+    flags = {
+        "--batch-invariant": config.device.batch_invariant,
+        f"--quantization {config.model.quantization}": config.model.quantization is not None,
+    }
+    only_ours = [flag for flag, given in flags.items() if given]
+    if only_ours and wanted == "transformers":
         raise ConfigError(
-            "--batch-invariant: --model-impl transformers multiplies matrices by torch, whose "
-            "rounding depends on the batch; use --model-impl native."
+            f"{only_ours[0]}: --model-impl transformers multiplies matrices by torch, in torch's "
+            "formats and with rounding that depends on the batch; use --model-impl native."
         )
-    return "native"
+    return "native" if only_ours else wanted

@@ -64,12 +64,14 @@ class Completion:
 
 
 class SharedModel:
-    """A real model in float32 on this CPU."""
+    """A real model on this CPU, with weights as stored or quantized."""
 
-    def __init__(self, path: Path, backend: str = "auto") -> None:
+    def __init__(
+        self, path: Path, backend: str = "auto", *, quantization: str | None = None
+    ) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path, "auto")
         self.device = CpuDevice()
-        self.kernels: Kernels = self._kernels(backend)
+        self.kernels: Kernels = self._kernels(backend, quantization)
         self.model: CausalModel = build_model(
             self.checkpoint,
             kernels=self.kernels,
@@ -123,7 +125,7 @@ class SharedModel:
         )
         return make_runner(self.model, storage, rows, engine.block_size, self.device)
 
-    def _kernels(self, backend: str) -> Kernels:
+    def _kernels(self, backend: str, quantization: str | None) -> Kernels:
         kernels, _ = select_kernels(
             "cpu",
             backend,
@@ -131,6 +133,7 @@ class SharedModel:
             head_dims=head_dims(self.checkpoint.hf_config),
             block_size=16,
             num_threads=self.device.num_threads,
+            quantization=quantization,
         )
         return kernels
 

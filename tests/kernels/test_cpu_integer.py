@@ -42,7 +42,9 @@ def weight_of(out: int, depth: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 13, 40, 300])
-@pytest.mark.parametrize(("out", "depth"), [(48, 64), (50, 33), (16, 900), (7, 5), (83, 1537)])
+@pytest.mark.parametrize(
+    ("out", "depth"), [(48, 64), (50, 33), (16, 900), (7, 5), (83, 1537), (20, 5001)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_int8_weights_multiply_rows_of_any_size(
     num_rows: int, out: int, depth: int, with_bias: bool
@@ -79,7 +81,7 @@ def test_the_largest_sums_do_not_overflow(depth: int) -> None:
     torch.testing.assert_close(result, torch.full((8, 16), -0.3e30 * depth), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("out", "depth"), [(80, 576), (35, 1001)])
+@pytest.mark.parametrize(("out", "depth"), [(80, 576), (35, 1001), (18, 4500)])
 def test_an_int8_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     out: int, depth: int
 ) -> None:

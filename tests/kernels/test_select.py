@@ -23,11 +23,11 @@ class LimitedAttention(reference.ReferenceAttention):
     limits = BackendLimits(dtypes=("float32",), head_dims=(64,), block_sizes=(16, 32))
 
 
-def limited_kernels(num_threads: int | None = None) -> Kernels:
+def limited_kernels(num_threads: int | None = None, quantization: str | None = None) -> Kernels:
     return dataclasses.replace(reference.kernels(), name="cpu", attention=LimitedAttention())
 
 
-def no_compiler(num_threads: int | None = None) -> Kernels:
+def no_compiler(num_threads: int | None = None, quantization: str | None = None) -> Kernels:
     raise ConfigError("there is no C++ compiler")
 
 
@@ -43,7 +43,7 @@ def test_the_devices_own_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> 
 def test_threads_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
 
-    def record(num_threads: int | None = None) -> Kernels:
+    def record(num_threads: int | None = None, quantization: str | None = None) -> Kernels:
         seen.append(num_threads)
         return limited_kernels()
 
@@ -165,3 +165,35 @@ def test_a_cache_in_the_models_own_dtype_is_no_extra_wish() -> None:
         select_kernels("cpu", "auto", **same)[0].name
         == select_kernels("cpu", "auto", **ANY)[0].name
     )
+
+
+@pytest.mark.parametrize(
+    ("device_type", "override"),
+    [("cuda", "auto"), ("cuda", "triton"), ("cpu", "reference"), ("cpu", "triton")],
+)
+def test_quantization_is_refused_where_it_would_be_ignored(device_type: str, override: str) -> None:
+    with pytest.raises(ConfigError, match="--quantization int8: only the cpu kernels"):
+        select_kernels(device_type, override, quantization="int8", **ANY)
+
+
+def test_quantization_does_not_fall_back_on_kernels_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "cpu_kernels", no_compiler)
+
+    with pytest.raises(ConfigError, match="no C"):
+        select_kernels("cpu", "auto", quantization="int8", **ANY)
+
+
+def test_quantization_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def record(num_threads: int | None = None, quantization: str | None = None) -> Kernels:
+        seen.append(quantization)
+        return limited_kernels()
+
+    monkeypatch.setattr(cpu, "cpu_kernels", record)
+
+    select_kernels("cpu", "auto", quantization="int8", **ANY)
+
+    assert seen == ["int8"]

@@ -56,6 +56,23 @@ def test_settings_of_a_family_are_honoured(
     assert (found[0] - full_logits(hf_model, SEQUENCES[0])).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_weights_with_fp32_arithmetic_are_transformers_with_rounded_weights(
+    tmp_path: Path, model_type: str, impl: str, dtype: torch.dtype
+) -> None:
+    hf_model = save_model(tmp_path, model_type)
+    with torch.no_grad():
+        for name, parameter in hf_model.named_parameters():
+            if "norm" not in name or impl == "transformers":  # our decoder keeps norms in fp32
+                parameter.copy_(parameter.to(dtype))
+
+    found = PagedRun(load(tmp_path, impl, dtype=dtype), SEQUENCES[:1]).run([[8], [1], [1]])
+
+    assert (found[0] - full_logits(hf_model, SEQUENCES[0])).abs().max() < 1e-4
+
+
 def test_logits_are_the_same_bit_for_bit_however_a_prompt_is_chunked(tmp_path: Path) -> None:
     save_model(tmp_path, "gemma3_text")
     model = load(tmp_path)

@@ -82,13 +82,14 @@ def test_parameters_and_weights_are_those_that_are_loaded(model_type: str, tmp_p
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_matrices_on_a_cpu_take_what_its_packer_takes(
-    stored: torch.dtype, tied: bool, tmp_path: Path
+    stored: torch.dtype, tied: bool, quantization: str | None, tmp_path: Path
 ) -> None:
     settings = {"vocab_size": 96, "tie_word_embeddings": tied}
     theirs = make_model(make_config("qwen2", **settings)).to(stored)
     theirs.save_pretrained(tmp_path)
-    kernels, packed = cpu_kernels(num_threads=1), []
+    kernels, packed = cpu_kernels(num_threads=1, quantization=quantization), []
 
     def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         packed.append(kernels.pack_linear(weight, bias))
@@ -106,7 +107,13 @@ def test_matrices_on_a_cpu_take_what_its_packer_takes(
     named = dict(theirs.named_parameters())
     others = sum(p.numel() for n, p in named.items() if p.ndim == 1 or "embed" in n)
 
-    footprint = read_footprint(checkpoint, dtype=torch.float32, device_type="cpu", impl="auto")
+    footprint = read_footprint(
+        checkpoint,
+        dtype=torch.float32,
+        device_type="cpu",
+        impl="auto",
+        quantization=quantization,
+    )
 
     assert (
         footprint.weight_bytes == sum(linear.panels.data.nbytes for linear in packed) + 4 * others
@@ -190,7 +197,24 @@ def test_fewer_requests_are_suggested_where_the_default_would_preempt(tmp_path: 
     assert [s.flag for s in suggest(capacity)] == ["--max-num-seqs 2"]
 
 
-def test_float16_on_a_cpu_is_refused_as_the_engine_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_on_a_cpu_are_the_weights_alone(dtype: str, tmp_path: Path) -> None:
     save_model(tmp_path)
-    with pytest.raises(ConfigError, match="float16"):
-        plan_capacity(config(model=ModelConfig(dtype="float16")), PlanConfig(), tmp_path)
+    wide = plan_capacity(config(), PlanConfig(), tmp_path)
+    narrow = plan_capacity(config(model=ModelConfig(dtype=dtype)), PlanConfig(), tmp_path)
+    assert wide.footprint.weight_bytes / 2 < narrow.footprint.weight_bytes
+    assert narrow.footprint.weight_bytes < wide.footprint.weight_bytes
+    assert (narrow.dtype, narrow.block_bytes) == (dtype, wide.block_bytes)
+
+
+def test_int8_is_planned_on_a_cpu_and_refused_where_the_engine_has_none(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    model = ModelConfig(quantization="int8")
+
+    capacity = plan_capacity(config(model=model), PlanConfig(), tmp_path)
+
+    wide = plan_capacity(config(), PlanConfig(), tmp_path)
+    assert capacity.dtype == "int8"
+    assert capacity.footprint.weight_bytes < wide.footprint.weight_bytes / 2
+    with pytest.raises(ConfigError, match="--quantization int8: only the cpu kernels"):
+        plan_capacity(config(model=model, device="cuda"), PlanConfig(memory=Count("2G")), tmp_path)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from typing import Literal
 import pytest
 import torch
 
@@ -40,10 +41,10 @@ def config(
     *,
     cache: CacheConfig = CacheConfig(),
     scheduler: SchedulerConfig = SchedulerConfig(),
-    dtype: str = "auto",
+    quantization: Literal["int8"] | None = None,
 ) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(dtype=dtype),  # type: ignore[arg-type]
+        model=ModelConfig(quantization=quantization),
         cache=cache,
         scheduler=scheduler,
         device=DeviceConfig(device="cpu", attention_backend="reference"),
@@ -93,7 +94,7 @@ def test_a_mode_that_swaps_gets_a_host_tier(model: Path, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (config(dtype="float16"), "--dtype float16"),
+        (config(quantization="int8"), "--quantization int8: only the cpu kernels"),
         (config(cache=CacheConfig(kv_cache_memory_bytes=Count(100))), "--kv-cache-memory-bytes"),
         (
             config(cache=CacheConfig(num_gpu_blocks_override=2**40)),

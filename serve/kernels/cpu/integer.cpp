@@ -23,17 +23,23 @@ constexpr float kLargest = 32767.0f;
 constexpr int64_t kPairsPerSegment = 256;
 static_assert(2 * kPairsPerSegment * 127 * 32768 <= std::numeric_limits<int32_t>::max());
 
-// Rows whose segment stays in the L2 cache (256 * 512 * 2 B = 256 KiB) while all panels pass by.
-constexpr int64_t kRowsPerPass = 256;
+// Segments that are worked on together: a panel's widened weights (64 KiB) and the rows of a pass
+// stay in the L2 cache.
+constexpr int64_t kSegmentsPerSpan = 4;
+constexpr int64_t kPassBytes = 256 << 10;
 // Rounding fewer rows than this costs less than waking another thread.
 constexpr int64_t kRowsPerRounding = 16;
+// How far weights are fetched ahead of their use where they are used once.
+constexpr int64_t kAheadBytes = 3072;
+
+constexpr int64_t kCacheLine = 64;
 
 // A panel: fp32 scales[16], then [pairs][16][2] bytes.
 constexpr int64_t kScaleBytes = kLanes * sizeof(float);
 constexpr int64_t kPairBytes = 2 * kLanes;
 
 struct Shape {
-  const int16_t* rows;  // [num_rows, row_stride]
+  const int16_t* rows;      // [num_rows, row_stride]
   const float* row_scales;  // [num_rows, num_segments]
   int64_t num_rows, row_stride, num_segments, pairs, out;
   const uint8_t* weights;
@@ -43,18 +49,23 @@ struct Shape {
   const uint8_t* panel(int64_t index) const {
     return weights + index * (kScaleBytes + pairs * kPairBytes);
   }
+  const int8_t* panel_weights(int64_t index) const {
+    return reinterpret_cast<const int8_t*>(panel(index) + kScaleBytes);
+  }
 };
 
-struct Segment {
-  int64_t index, first_pair, num_pairs;
+// Segments [first, last) of all, and their pairs.
+struct Span {
+  int64_t first, last, first_pair, num_pairs;
 };
 
-// Calls part(segment) for the segments of `pairs`, in order.
-template <class Part>
-void each_segment(int64_t pairs, Part part) {
-  int64_t index = 0;
-  balanced(pairs, kPairsPerSegment,
-           [&](int64_t first, int64_t size) { part(Segment{index++, first, size}); });
+int64_t first_pair(int64_t pairs, int64_t num_segments, int64_t segment) {
+  return segment * (pairs / num_segments) + std::min(segment, pairs % num_segments);
+}
+
+Span span_of(const Shape& s, int64_t first, int64_t last) {
+  const int64_t begin = first_pair(s.pairs, s.num_segments, first);
+  return {first, last, begin, first_pair(s.pairs, s.num_segments, last) - begin};
 }
 
 // Rounds n values so that the largest becomes 32767; those of a row that is not finite give NaN.
@@ -75,121 +86,115 @@ void round_segment(const float* x, int64_t n, int16_t* rounded, float* scale) {
   }
 }
 
-// What becomes of a tile's sums.
-struct Finish {
-  const Shape& shape;
-  const Segment& segment;
-  int64_t row, panel;
-
-  // sums + those of the segments before, times the weights' scale after the last.
-  void operator()(int r, int p, Sums sums) const {
-    const int64_t column = (panel + p) * kLanes;
-    const int columns = static_cast<int>(std::min<int64_t>(kLanes, shape.out - column));
-    float* out = shape.result + (row + r) * shape.out + column;
-    Vec scale = splat(shape.row_scales[(row + r) * shape.num_segments + segment.index]);
-    Vec total = mul(to_float(sums), scale);
-    if (segment.index > 0) total = add(load_first(out, columns), total);
-    if (segment.index + 1 == shape.num_segments) {
-      Vec weight_scale = load(reinterpret_cast<const float*>(shape.panel(panel + p)));
-      total = mul(total, weight_scale);
-      if (shape.bias) total = add(total, load_first(shape.bias + column, columns));
-    }
-    store_first(out, total, columns);
-  }
-};
-
-// R rows times a segment of P panels. `load_weights(i, p)` gives pair i of panel p.
-template <int R, int P, class Load>
-__attribute__((noinline)) void multiply_tile(const int16_t* rows, int64_t row_stride,
-                                             int64_t num_pairs, const Finish& finish,
-                                             Load load_weights) {
-  Sums sums[R][P];
+// sums[r] = R rows times num_pairs pairs of a panel; `load_weights(i)` gives pair i.
+//
+// Not inlined, for the same reason as multiply_tile in tile.h.
+template <int R, class Load>
+__attribute__((noinline)) void sum_pairs(const int16_t* rows, int64_t row_stride,
+                                         int64_t num_pairs, Sums* sums, Load load_weights) {
+  Sums acc[R];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) sums[r][p] = no_sums();
-  }
+  for (int r = 0; r < R; ++r) acc[r] = no_sums();
   for (int64_t i = 0; i < num_pairs; ++i) {
-    Pairs weights[P];
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) weights[p] = load_weights(i, p);
+    const Pairs weights = load_weights(i);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      Pairs x = splat_pair(rows + r * row_stride + 2 * i);
-#pragma GCC unroll 8
-      for (int p = 0; p < P; ++p) sums[r][p] = multiply_add(x, weights[p], sums[r][p]);
+      acc[r] = multiply_add(splat_pair(rows + r * row_stride + 2 * i), weights, acc[r]);
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) finish(r, p, sums[r][p]);
-  }
+  for (int r = 0; r < R; ++r) sums[r] = acc[r];
 }
 
-// All of P panels for R rows. Several panels abreast keep memory busier than one.
-template <int R, int P>
-void multiply_panels(const Shape& s, int64_t panel) {
-  each_segment(s.pairs, [&](const Segment& segment) {
-    auto weights = reinterpret_cast<const int8_t*>(s.panel(panel) + kScaleBytes) +
-                   segment.first_pair * kPairBytes;
-    const int64_t apart = s.panel(1) - s.panel(0);
-    multiply_tile<R, P>(s.rows + 2 * segment.first_pair, s.row_stride, segment.num_pairs,
-                        Finish{s, segment, 0, panel}, [=](int64_t i, int p) {
-                          return widen_pairs(weights + p * apart + i * kPairBytes);
-                        });
+// R rows from `row` times a span of one panel, added to what the result holds of earlier spans.
+// `load_weights(i)` gives pair i of the span.
+template <int R, class Load>
+void multiply_tile(const Shape& s, const Span& span, int64_t row, int64_t panel,
+                   Load load_weights) {
+  const int64_t column = panel * kLanes;
+  const int columns = static_cast<int>(std::min<int64_t>(kLanes, s.out - column));
+  float* out = s.result + row * s.out + column;
+  // Rows of the result are far apart: without this, the stores at the end wait for memory one by one,
+  // for a third of the time.
+  for (int r = 0; r < R; ++r) _mm_prefetch(out + r * s.out, _MM_HINT_T0);
+  Vec totals[R];
+  for (int r = 0; r < R; ++r) {
+    totals[r] = span.first > 0 ? load_first(out + r * s.out, columns) : splat(0.0f);
+  }
+  for (int64_t segment = span.first; segment < span.last; ++segment) {
+    const Span part = span_of(s, segment, segment + 1);
+    const int64_t offset = part.first_pair - span.first_pair;
+    Sums sums[R];
+    sum_pairs<R>(s.rows + row * s.row_stride + 2 * part.first_pair, s.row_stride, part.num_pairs,
+                 sums, [=](int64_t i) { return load_weights(offset + i); });
+    for (int r = 0; r < R; ++r) {
+      const Vec scale = splat(s.row_scales[(row + r) * s.num_segments + segment]);
+      totals[r] = fma(to_float(sums[r]), scale, totals[r]);
+    }
+  }
+  if (span.last == s.num_segments) {
+    const Vec scales = load(reinterpret_cast<const float*>(s.panel(panel)));
+    const Vec bias = s.bias ? load_first(s.bias + column, columns) : splat(0.0f);
+    for (int r = 0; r < R; ++r) totals[r] = fma(totals[r], scales, bias);
+  }
+  for (int r = 0; r < R; ++r) store_first(out + r * s.out, totals[r], columns);
+}
+
+// A single tile of rows: weights are widened in registers and read once, panel after panel.
+void few_rows(const Shape& s, int64_t first_panel, int64_t last_panel) {
+  const Span all = span_of(s, 0, s.num_segments);
+  with_rows(s.num_rows, [&]<int R>() {
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      const int8_t* weights = s.panel_weights(panel);
+      multiply_tile<R>(s, all, 0, panel, [=](int64_t i) {
+        _mm_prefetch(weights + i * kPairBytes + kAheadBytes, _MM_HINT_T0);
+        return widen_pairs(weights + i * kPairBytes);
+      });
+    }
   });
 }
 
-template <int R>
-void few_rows(const Shape& s, int64_t first_panel, int64_t last_panel) {
-  constexpr int P = 4 / R;
-  int64_t panel = first_panel;
-  for (; panel + P <= last_panel; panel += P) multiply_panels<R, P>(s, panel);
-  for (; panel < last_panel; ++panel) multiply_panels<R, 1>(s, panel);
-}
-
-// A pass of rows times a segment of one panel. The first tile widens the weights on its way and
-// keeps them for the others; every tile fetches its share of what is needed next.
-void multiply_segment(const Shape& s, const Segment& segment, int64_t panel, const uint8_t* next,
-                      int64_t first_row, int64_t num_rows, int16_t* wide) {
-  auto weights = reinterpret_cast<const int8_t*>(s.panel(panel) + kScaleBytes) +
-                 segment.first_pair * kPairBytes;
+// A pass of rows times a span of one panel. The first tile widens the weights on its way and keeps
+// them for the others; every tile fetches its share of what is needed next, so that memory is busy
+// all the time.
+void multiply_span(const Shape& s, const Span& span, int64_t panel, const int8_t* next,
+                   int64_t first_row, int64_t num_rows, int16_t* wide) {
+  const int8_t* weights = s.panel_weights(panel) + span.first_pair * kPairBytes;
   const int64_t tiles = (num_rows + kMaxTileRows - 1) / kMaxTileRows;
-  const int64_t step = kPairBytes / tiles;
-  const uint8_t* ahead = next;
+  const int64_t share = (span.num_pairs * kPairBytes + tiles - 1) / tiles;
+  const int8_t* ahead = next;
   balanced(num_rows, kMaxTileRows, [&](int64_t offset, int64_t size) {
     const int64_t row = first_row + offset;
-    const int16_t* rows = s.rows + row * s.row_stride + 2 * segment.first_pair;
-    const Finish finish{s, segment, row, panel};
     with_rows(size, [&]<int R>() {
       if (offset == 0) {
-        multiply_tile<R, 1>(rows, s.row_stride, segment.num_pairs, finish, [=](int64_t i, int) {
-          _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-          Pairs pairs = widen_pairs(weights + i * kPairBytes);
+        multiply_tile<R>(s, span, row, panel, [=](int64_t i) {
+          const Pairs pairs = widen_pairs(weights + i * kPairBytes);
           store(wide + i * 2 * kLanes, pairs);
           return pairs;
         });
       } else {
-        multiply_tile<R, 1>(rows, s.row_stride, segment.num_pairs, finish, [=](int64_t i, int) {
-          _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-          return load_pairs(wide + i * 2 * kLanes);
-        });
+        multiply_tile<R>(s, span, row, panel,
+                         [=](int64_t i) { return load_pairs(wide + i * 2 * kLanes); });
       }
     });
-    ahead += step * segment.num_pairs;
+    for (const int8_t* end = ahead + share; ahead < end; ahead += kCacheLine) {
+      _mm_prefetch(ahead, _MM_HINT_T1);
+    }
   });
 }
 
 void many_rows(const Shape& s, int64_t first_panel, int64_t last_panel, int16_t* wide) {
-  balanced(s.num_rows, kRowsPerPass, [&](int64_t first_row, int64_t num_rows) {
-    each_segment(s.pairs, [&](const Segment& segment) {
+  const int64_t depth = std::min(s.pairs, kSegmentsPerSpan * kPairsPerSegment);
+  const int64_t rows_per_pass = kPassBytes / (depth * 2 * sizeof(int16_t));
+  balanced(s.num_rows, rows_per_pass, [&](int64_t first_row, int64_t num_rows) {
+    balanced(s.num_segments, kSegmentsPerSpan, [&](int64_t segment, int64_t count) {
+      const Span span = span_of(s, segment, segment + count);
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
         const bool turns = panel + 1 == last_panel;  // next: the first panel, deeper
-        const uint8_t* next = turns ? s.panel(first_panel) + segment.num_pairs * kPairBytes
-                                    : s.panel(panel + 1);
-        next += kScaleBytes + segment.first_pair * kPairBytes;
-        multiply_segment(s, segment, panel, next, first_row, num_rows, wide);
+        const int8_t* next = turns ? s.panel_weights(first_panel) + span.num_pairs * kPairBytes
+                                   : s.panel_weights(panel + 1);
+        multiply_span(s, span, panel, next + span.first_pair * kPairBytes, first_row, num_rows,
+                      wide);
       }
     });
   });
@@ -205,30 +210,29 @@ void multiply_integers(Pool& pool, const float* rows, int64_t num_rows, int64_t 
   const int64_t num_scales = num_rows * num_segments;
   float* row_scales = pool.scratch(pool.num_threads() + 1, num_scales + num_rows * row_stride / 2);
   auto rounded = reinterpret_cast<int16_t*>(row_scales + num_scales);
+  const Shape s{rounded, row_scales, num_rows, row_stride, num_segments, pairs, out,
+                static_cast<const uint8_t*>(weights), bias, result};
   pool.run((num_rows + kRowsPerRounding - 1) / kRowsPerRounding, [&](int64_t chunk, int) {
     const int64_t first = chunk * kRowsPerRounding;
     for (int64_t row = first; row < std::min(first + kRowsPerRounding, num_rows); ++row) {
-      each_segment(pairs, [&](const Segment& segment) {
-        const int64_t k = 2 * segment.first_pair;
-        round_segment(rows + row * in + k, std::min(2 * segment.num_pairs, in - k),
-                      rounded + row * row_stride + k,
-                      row_scales + row * num_segments + segment.index);
-      });
+      for (int64_t segment = 0; segment < num_segments; ++segment) {
+        const Span part = span_of(s, segment, segment + 1);
+        const int64_t k = 2 * part.first_pair;
+        round_segment(rows + row * in + k, std::min(2 * part.num_pairs, in - k),
+                      rounded + row * row_stride + k, row_scales + row * num_segments + segment);
+      }
     }
   });
 
-  const Shape s{rounded, row_scales, num_rows, row_stride, num_segments, pairs, out,
-                static_cast<const uint8_t*>(weights), bias, result};
   const int64_t num_panels = (out + kLanes - 1) / kLanes;
   // Chunks of at least 16 KiB of weights, several per thread so that a disturbed thread can be
-  // helped out, and a multiple of the panels that are read abreast.
+  // helped out.
   const int64_t per_thread = num_panels / (pool.num_threads() * 4);
-  const int64_t size = (std::max(per_thread, (1 << 14) / (pairs * kPairBytes)) + 4) / 4 * 4;
+  const int64_t size = std::max(per_thread, (1 << 14) / (pairs * kPairBytes)) + 1;
   pool.run((num_panels + size - 1) / size, [&](int64_t chunk, int thread) {
     const int64_t first = chunk * size, last = std::min(first + size, num_panels);
-    if (num_rows == 1) return few_rows<1>(s, first, last);
-    if (num_rows == 2) return few_rows<2>(s, first, last);
-    float* wide = pool.scratch(thread, kPairsPerSegment * kLanes);
+    if (num_rows <= kMaxTileRows) return few_rows(s, first, last);
+    float* wide = pool.scratch(thread, kSegmentsPerSpan * kPairsPerSegment * kLanes);
     many_rows(s, first, last, reinterpret_cast<int16_t*>(wide));
   });
 }

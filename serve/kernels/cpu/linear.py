@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,7 +23,9 @@ class LinearPacker:
     def __init__(self, library: Library, quantization: str | None = None) -> None:
         """`quantization`: None keeps every bit of the weights, "int8" rounds them."""
         self._library = library
-        self._make_panels = quantize_panels if quantization else partial(make_panels, library)
+        self._make_panels: Callable[[Tensor], Panels] = (
+            quantize_panels if quantization else partial(make_panels, library)
+        )
         self._slab = torch.empty(0, dtype=torch.uint8)  # the rest of the slab last made
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:

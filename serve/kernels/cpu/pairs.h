@@ -59,9 +59,14 @@ inline Pairs splat_pair(const int16_t* p) {
   return {v, v};
 }
 inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline __m256i multiply_add(__m256i a, __m256i b, __m256i c) {
+  // c += a * b, with the addition fixed in its place: left to itself, gcc forms the products of
+  // several rows before it adds any, has no registers for them, and spills half of the sums.
+  asm volatile("vpaddd %1, %0, %0" : "+x"(c) : "x"(_mm256_madd_epi16(a, b)));
+  return c;
+}
 inline Sums multiply_add(Pairs a, Pairs b, Sums c) {
-  return {_mm256_add_epi32(c.lo, _mm256_madd_epi16(a.lo, b.lo)),
-          _mm256_add_epi32(c.hi, _mm256_madd_epi16(a.hi, b.hi))};
+  return {multiply_add(a.lo, b.lo, c.lo), multiply_add(a.hi, b.hi, c.hi)};
 }
 inline Vec to_float(Sums a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline void store_rounded(int16_t* p, Vec a) {
