@@ -70,9 +70,9 @@ def linear_contestants(
         "ours fp32": [kernels.pack_linear(weight, None) for weight in weights],
         "ours fp16": [kernels.pack_linear(weight.half(), None) for weight in weights],
         "ours 4 bit": [kernels.pack_linear(_four_bits(weight), None) for weight in weights],
+        "ours int8": [rounding.pack_linear(weight, None) for weight in weights],
         "oneDNN fp32": [onednn(weight) for weight in weights],
         "FBGEMM fp16": [fbgemm(weight) for weight in weights],
-        "ours int8": [rounding.pack_linear(weight, None) for weight in weights],
     }
 
 

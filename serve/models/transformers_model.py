@@ -197,8 +197,8 @@ def load_transformers_model(
     *,
     kernels: Kernels,
     dtype: torch.dtype,
-    device: torch.device,
     compute_dtype: torch.dtype,
+    device: torch.device,
     seed: int,
 ) -> TransformersModel:
     """Load a checkpoint as transformers' model, its weights rounded to `dtype` and, because torch
@@ -226,6 +226,9 @@ def load_transformers_model(
             f"{checkpoint.path}: {type(hf_model).__name__} has no separate base model"
         )
     hf_model = hf_model.to(device).eval().requires_grad_(False)
+    if compute_dtype is not dtype:
+        for parameter in hf_model.parameters():
+            parameter.copy_(parameter.to(dtype))
     try:
         model = TransformersModel(hf_model, kernels, _max_position(config))
     except (TypeError, AttributeError, RuntimeError) as error:
@@ -234,9 +237,6 @@ def load_transformers_model(
             f"cache: {error}"
         ) from error
     _check_heads(model, checkpoint, kernels)
-    if compute_dtype is not dtype:
-        for parameter in hf_model.parameters():
-            parameter.copy_(parameter.to(dtype))
     return model
 
 

@@ -64,16 +64,16 @@ class Worker:
             num_threads=self._device.num_threads,
             batch_invariant=config.device.batch_invariant,
             cache_dtype=self._cache_dtype,
+            quantization=config.model.quantization,
         )
         dtype_name = str(weights_dtype).removeprefix("torch.")
         logger.info("model %s, in %s on %s", model_path.name, dtype_name, self._device.describe())
-            quantization=config.model.quantization,
-        logger.info("attention: %s", why)
-        with _fitting(self._device, "the model", "Serve a smaller one, or in a narrower --dtype."):
-            self._model = build_model(
         if self._dtype is not weights_dtype:
             compute_name = str(self._dtype).removeprefix("torch.")
             logger.info("only weights are in %s; all else is in %s", dtype_name, compute_name)
+        logger.info("attention: %s", why)
+        with _fitting(self._device, "the model", "Serve a smaller one, or in a narrower --dtype."):
+            self._model = build_model(
                 checkpoint,
                 kernels=self._kernels,
                 dtype=weights_dtype,
@@ -82,10 +82,10 @@ class Worker:
                 impl=model_impl(config),
                 seed=config.model.seed,
             )
+        self._log_weights(checkpoint, weights_dtype)
         with _fitting(self._device, "the largest step", _SMALLER_STEPS):
             self._scales = self._find_scales(checkpoint)
             size = self._size_cache()
-        self._log_weights(checkpoint, weights_dtype)
         with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
             storage = self._make_storage(
                 size.num_blocks, size.num_host_blocks, self._cache_dtype, self._scales
@@ -218,21 +218,6 @@ class Worker:
     def _block_bytes(self) -> int:
         return block_bytes(self._layer_shapes(), self._cache_dtype)
 
-    def _log_cache(self, size: CacheSize) -> None:
-        block_size = self._config.cache.block_size
-        one_block = self._block_bytes()
-        tokens = size.num_blocks * block_size
-        logger.info(
-            "KV pool: %d blocks of %d tokens = %d tokens, %.2f GiB; "
-            "%.1f requests of the greatest length (%d tokens) fit at once",
-            size.num_blocks,
-            block_size,
-            tokens,
-            size.num_blocks * one_block / GIB,
-            tokens / size.max_model_len,
-            size.max_model_len,
-        )
-        if size.num_host_blocks:
     def _log_weights(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         if not isinstance(self._model, DecoderModel):
             return  # transformers' models are measured by building them again
@@ -257,6 +242,21 @@ class Worker:
                 " and ".join(footprint.widened),
             )
 
+    def _log_cache(self, size: CacheSize) -> None:
+        block_size = self._config.cache.block_size
+        one_block = self._block_bytes()
+        tokens = size.num_blocks * block_size
+        logger.info(
+            "KV pool: %d blocks of %d tokens = %d tokens, %.2f GiB; "
+            "%.1f requests of the greatest length (%d tokens) fit at once",
+            size.num_blocks,
+            block_size,
+            tokens,
+            size.num_blocks * one_block / GIB,
+            tokens / size.max_model_len,
+            size.max_model_len,
+        )
+        if size.num_host_blocks:
             gib = size.num_host_blocks * one_block / GIB
             logger.info("swap space: %d blocks, %.2f GiB", size.num_host_blocks, gib)
 

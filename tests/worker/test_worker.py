@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-
 from typing import Literal
+
 import pytest
 import torch
 
