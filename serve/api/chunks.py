@@ -65,7 +65,7 @@ class ChunkWriter:
         options: StreamOptions | None,
         tally: Tally,
         *,
-        tells_metrics: bool = False,
+        tells_metrics: bool | None = False,
     ) -> None:
         head = json.dumps(envelope.fields(), separators=(",", ":"))
         self._head = f"data: {head[:-1]},"

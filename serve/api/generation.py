@@ -10,12 +10,19 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from serve.api.clients import Client
-from serve.api.protocol.common import FinishedBy, PromptTokensDetails, RequestMetrics, Usage
+from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
 from serve.api.service import Service
 from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
-from serve.errors import DeadlinePassed, EngineDead, QueuedTooLong, QueueFull, StepFailed
-from serve.messages import FinishReason, RequestTimes, TokenLogprobs
+from serve.errors import (
+    DeadlinePassed,
+    EngineDead,
+    QueuedTooLong,
+    QueueFull,
+    RequestError,
+    StepFailed,
+)
+from serve.messages import FinishReason, RequestTimes
 from serve.sampling_params import SamplingParams
 
 Stream = AsyncGenerator[RequestOutput, None]
@@ -35,7 +42,12 @@ class Job:
     cache_salt: str | None = None
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
-    continues_prompt: bool = True  # the text goes on from the prompt's; a chat answer's does not
+    prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the text goes on from the prompt's."""
+        return self.prompt_field == "prompt"
 
     @property
     def num_choices(self) -> int:
@@ -79,7 +91,12 @@ class Outputs:
     def __init__(self, service: Service, job: Job) -> None:
         self._service = service
         self._job = job
-        streams = [self._generate(index) for index in range(job.num_choices)]
+        try:
+            streams = [self._generate(index) for index in range(job.num_choices)]
+        except RequestError as error:
+            if error.param == "prompt":
+                error.param = job.prompt_field
+            raise
         self._alone = streams[0]  # read directly: this is the path of nearly every request
         self._merged = _merged(streams, self._leader_of) if len(streams) > 1 else None
         self._unfinished = len(streams)
@@ -227,93 +244,3 @@ def _raise_failure(output: RequestOutput) -> None:
         raise StepFailed(output.error or "The engine failed while working on this request.")
     if output.finish_reason is FinishReason.ABORT:
         raise EngineDead("The server ended this request because it is shutting down.")
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice put together from its outputs; changed only by `collect`."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    hides_last: bool = False
-
-    def add(self, output: RequestOutput) -> None:
-        """Append an output."""
-        self.texts.append(output.text)
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or []
-        self.prompt_logprobs += output.prompt_logprobs or []
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
-        self.hides_last = output.hides_last
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.texts)
-
-    @property
-    def ended_by(self) -> FinishedBy:
-        """`finish_reason` as the API spells it."""
-        match self.finish_reason:
-            case FinishReason.STOP:
-                return "stop"
-            case FinishReason.REPETITION:
-                return "repetition"
-            case _:
-                return "length"
-
-
-async def collect(outputs: Outputs) -> tuple[list[Choice], Usage]:
-    """Generate everything, close the outputs, and return it whole."""
-    choices = [Choice() for _ in outputs.tally.generated]
-    try:
-        async for index, output in outputs:
-            choices[index].add(output)
-    finally:
-        await outputs.aclose()
-    return choices, outputs.tally.usage()
-
-
-def in_intervals(
-    outputs: Outputs, interval: int | None
-) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The outputs, joined so that each but a choice's first and last has `interval` tokens."""
-    return outputs if interval is None or interval == 1 else _held_back(outputs, interval)
-
-
-async def _held_back(
-    outputs: Outputs, interval: int
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    held: dict[int, RequestOutput] = {}
-    begun: set[int] = set()
-    async for index, output in outputs:
-        output = _joined(held.pop(index, None), output)
-        ready = output.finish_reason is not None or len(output.token_ids) >= interval
-        if ready or (index not in begun and output.token_ids):
-            begun.add(index)
-            yield index, output
-        else:
-            held[index] = output
-
-
-def _joined(earlier: RequestOutput | None, later: RequestOutput) -> RequestOutput:
-    if earlier is None:
-        return later
-    return replace(
-        later,
-        text=earlier.text + later.text,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=_joined_lists(earlier.logprobs, later.logprobs),
-        prompt_logprobs=_joined_lists(earlier.prompt_logprobs, later.prompt_logprobs),
-    )
-
-
-def _joined_lists(
-    earlier: list[TokenLogprobs] | None, later: list[TokenLogprobs] | None
-) -> list[TokenLogprobs] | None:
-    return later if earlier is None else earlier + (later or [])

@@ -8,10 +8,11 @@ from functools import partial
 from fastapi import APIRouter, Request
 
 from serve.api.body import read_body
+from serve.api.choices import collect
 from serve.api.conversation import conversation_ids
 from serve.api.convert import cache_salt
 from serve.api.errors import MissingField, NoSuchPin
-from serve.api.generation import Job, Outputs, collect
+from serve.api.generation import Job, Outputs
 from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.prefix_cache import (
     CacheReset,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+DIRECT_SEND = "serve_llm.direct_send"
+"""Scope key: the server's own `send`, past all middleware, which looks at an answer's head alone.
+A stream sends a body event per token, and would pay for every layer each time."""
 _USABLE = re.compile(r"[!-~]{1,128}")
 
 
@@ -28,12 +30,12 @@ class RequestIds:
         request_id = offered if _USABLE.fullmatch(offered) else uuid.uuid4().hex
         scope["request_id"] = request_id
         header = (b"x-request-id", request_id.encode("ascii"))
+        scope[DIRECT_SEND] = send
 
-        # No coroutine of its own: a stream passes here once per token.
-        def send_with_id(message: Message) -> Awaitable[None]:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], header]
-            return send(message)
+            await send(message)
 
         await self._app(scope, receive, send_with_id)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from serve.api.protocol.chat import Message
 
@@ -55,3 +58,30 @@ class ResponseStore:
             return False
         self._num_bytes -= response.num_bytes
         return True
+
+
+class BackgroundResponses:
+    """Answers that are being made while nobody waits for them. Owns their tasks."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, bytes] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, response_id: str, begun: bytes, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, which stores the answer; `begun` is the answer until then."""
+        task = self._tasks[response_id] = asyncio.create_task(work)
+        self._begun[response_id] = begun
+        task.add_done_callback(lambda _: self._forget(response_id))
+
+    def begun(self, response_id: str) -> bytes | None:
+        """An answer that has not ended."""
+        return self._begun.get(response_id)
+
+    async def cancel(self, response_id: str) -> None:
+        """End the work and wait until it has stored what came of it."""
+        task = self._tasks[response_id]
+        task.cancel()
+        await asyncio.wait({task})
+
+    def _forget(self, response_id: str) -> None:
+        del self._begun[response_id], self._tasks[response_id]

@@ -14,11 +14,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve.api.errors import ClientGone, error_body, error_response
+from serve.api.event_writer import EventWriter
 from serve.api.generation import Outputs
+from serve.api.request_id import DIRECT_SEND
 from serve.errors import RequestError, ServeError
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_INTERVAL_S = 15.0
 STALL_LIMIT_S = 60.0
 
@@ -69,89 +70,59 @@ class EventStream(Response):
         self._outputs = outputs
         self._error_event = error_event
         self._refusal = refusal
-        self._begun = False  # whether the status line is out
         self._keep_alive_s = keep_alive_s
         self._stall_limit_s = stall_limit_s
-        self._keeping_alive: asyncio.Task[None] | None = None  # a comment being written
-        self._write_began: float | None = None
-        self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the events end or the reader is gone."""
-        tasks: list[asyncio.Task[None]] = []
+        writer = EventWriter(send, scope.get(DIRECT_SEND, send), self.raw_headers)
+        tasks = [
+            asyncio.create_task(self._answer(scope, receive, send, writer)),
+            asyncio.create_task(self._watch(receive, writer)),
+        ]
         try:
-            tasks.append(asyncio.create_task(self._answer(scope, receive, send)))
-            tasks.append(asyncio.create_task(self._watch(receive, send)))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._keeping_alive is not None:
-                tasks.append(self._keeping_alive)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await writer.aclose()
             await self._outputs.aclose()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, writer: EventWriter
+    ) -> None:
         try:
             async for event in self._events:
-                await self._write(send, event)
+                await writer.write(event)
         except RequestError as error:
-            if self._keeping_alive is not None:
-                await asyncio.wait({self._keeping_alive})
-            if not self._begun:
-                self._begun = True
+            if not await writer.takes_status():
+                await writer.write(self._error_event(error))
+            else:
                 await self._refusal(error)(scope, receive, send)
                 return
-            await self._write(send, self._error_event(error))
         except ServeError as error:
-            await self._write(send, self._error_event(error))
+            await writer.write(self._error_event(error))
         except Exception as error:
             logger.exception("a stream failed")
-            await self._write(send, self._error_event(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await writer.write(self._error_event(error))
+        await writer.end()
 
-    async def _write(self, send: Send, event: bytes) -> None:
-        if self._keeping_alive is not None:
-            await asyncio.wait({self._keeping_alive})
-        self._write_began = time.monotonic()
-        await self._begin(send)
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-        self._write_began = None
-        self._num_writes += 1
-
-    async def _begin(self, send: Send) -> None:
-        if not self._begun:
-            self._begun = True
-            headers = self.raw_headers
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def _watch(self, receive: Receive, send: Send) -> None:
+    async def _watch(self, receive: Receive, writer: EventWriter) -> None:
         """Returns when the client is gone or has stopped reading."""
         gone = asyncio.create_task(until_gone(receive))
         try:
             while not gone.done():
-                writes_before = self._num_writes
+                writes_before = writer.num_writes
                 await asyncio.wait({gone}, timeout=self._keep_alive_s)
-                if self._write_began is None:
-                    if writes_before == self._num_writes and not gone.done():
-                        self._keep_alive(send)
-                elif time.monotonic() - self._write_began > self._stall_limit_s:
+                if writer.began is None:
+                    if writes_before == writer.num_writes and not gone.done():
+                        writer.keep_alive()
+                elif time.monotonic() - writer.began > self._stall_limit_s:
                     logger.info("a client stopped reading its stream; it is dropped")
                     return
         finally:
             gone.cancel()
-
-    def _keep_alive(self, send: Send) -> None:
-        """Write a comment; `_write` waits for it, so that two writes never overlap."""
-
-        async def write() -> None:
-            self._write_began = time.monotonic()
-            await self._begin(send)
-            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-            self._write_began = None
-            self._keeping_alive = None
-
-        self._keeping_alive = asyncio.create_task(write())
 
 
 async def until_gone(receive: Receive) -> None:

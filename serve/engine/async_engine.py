@@ -16,18 +16,18 @@ from dataclasses import replace
 from typing import Any
 
 from serve.engine.client import EngineClient
+from serve.engine.control_calls import ControlCalls
 from serve.engine.detokenizer import Detokenizer
-from serve.engine.observer import EngineObserver, FinishedRequest
+from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
 from serve.engine.request_limits import check_priority, resolve_sampling
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import EngineDead, InvalidRequest, RequestAborted
+from serve.errors import EngineDead, RequestAborted
 from serve.messages import (
     AbortRequests,
     AddRequest,
-    Control,
     ControlResult,
     EngineDied,
     EngineReady,
@@ -67,7 +67,7 @@ class AsyncEngine:
         self._generation = generation
         self._ids = itertools.count()
         self._expecting: dict[str, RequestStream] = {}  # the engine still owes these deltas
-        self._calls: dict[int, asyncio.Future[ControlResult]] = {}
+        self._calls = ControlCalls(client)
         self._num_readers = 0
         self._no_readers = asyncio.Event()
         self._no_readers.set()
@@ -154,16 +154,7 @@ class AsyncEngine:
         """
         if self.dead_reason is not None:
             raise EngineDead(self.dead_reason)
-        call_id = next(self._ids)
-        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._client.send(Control(call_id, name, args))
-        try:
-            result = await answer
-        finally:
-            del self._calls[call_id]
-        if result.error is not None:
-            raise InvalidRequest(result.error, param=result.param)
-        return result.value
+        return await self._calls.ask(name, args)
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change scheduler settings while it runs; all that may change, as they are then.
@@ -240,9 +231,7 @@ class AsyncEngine:
                     case StepOutputs() as outputs:
                         self._distribute(outputs)
                     case ControlResult() as result:
-                        answer = self._calls.get(result.call_id)
-                        if answer is not None and not answer.done():  # else nobody waits for it
-                            answer.set_result(result)
+                        self._calls.answered(result)
                     case EngineDied(reason):
                         self._die(reason)
                         return
@@ -267,36 +256,23 @@ class AsyncEngine:
                 self._observer.inter_token(now - previous_time)
         if delta.finish_reason is not None:
             del self._expecting[delta.request_id]
-            self._tell_finished(stream, stream.finish_reason or delta.finish_reason, now)
+            reason = stream.finish_reason or delta.finish_reason
+            self._observer.request_finished(stream.finished(reason, now))
         elif stream.finish_reason is not None:  # a stop string, of which the engine knows nothing
             self._abort(delta.request_id, stream.finish_reason, now)
 
     def _abort(self, engine_id: str, reason: FinishReason, now: float) -> None:
         stream = self._expecting.pop(engine_id)
         self._client.send(AbortRequests([engine_id]))
-        self._tell_finished(stream, reason, now)
-
-    def _tell_finished(self, stream: RequestStream, reason: FinishReason, now: float) -> None:
-        self._observer.request_finished(
-            FinishedRequest(
-                reason=reason,
-                times=stream.times(now),
-                num_prompt_tokens=stream.num_prompt_tokens,
-                num_generated_tokens=stream.num_generated_tokens,
-                num_cached_tokens=stream.num_cached_tokens,
-                sampling=stream.sampling,
-            )
-        )
+        self._observer.request_finished(stream.finished(reason, now))
 
     def _die(self, reason: str) -> None:
         """End every open stream with EngineDead, now and for good."""
         self.dead_reason = reason
         self._dead.set()
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(EngineDead(reason))
+        self._calls.fail(reason)
         orphans, self._expecting = self._expecting, {}
         now = time.monotonic()
         for stream in orphans.values():
             stream.fail(EngineDead(reason))
-            self._tell_finished(stream, FinishReason.ERROR, now)
+            self._observer.request_finished(stream.finished(FinishReason.ERROR, now))

@@ -1,7 +1,8 @@
 """Ids → text, as they come: one incremental state per request.
 
 Tokens become bytes (`TokenBytes`), bytes become characters through an incremental UTF-8 decoder
-that keeps an unfinished character until the next bytes decide it, and `StopStrings` holds back what
+that keeps an unfinished character until the next bytes decide it (tokens of whole characters go
+past it), and `StopStrings` holds back what
 might be a stop string. Joined, the pieces equal the whole text byte for byte, however the ids were
 grouped, because each stage carries its whole state along.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve.engine.stop_strings import StopStrings
 from serve.engine.token_bytes import TokenBytes
@@ -25,8 +26,7 @@ REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """Text that is final; `stopped_by` is the stop string that ended it.
 
     `num_tokens` is how many of the pushed ids the text needed: fewer after a stop string.
@@ -56,6 +56,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = not any(map(self._counts, prompt_token_ids))
         self._prompt_tail_pending = self._continue_character(prompt_token_ids)
+        self._mid_character = self._prompt_tail_pending  # bytes may be pending
         self._stops = (
             StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
             if sampling.stop
@@ -85,12 +86,18 @@ class Detokenizer:
         return TextDelta("".join(parts), None, len(token_ids))
 
     def _decode(self, token_ids: Sequence[int], final: bool) -> str:
-        inside, hidden = self._tokens.inside, self._hidden
+        tokens, hidden = self._tokens, self._hidden
+        if len(token_ids) == 1 and not (self._mid_character or self._at_start):
+            (token_id,) = token_ids
+            text = "" if token_id in hidden else tokens.texts[token_id]
+            if text is not None:
+                return text
         if self._at_start:
             pieces = self._first_pieces(token_ids)
         else:
-            pieces = [inside[token_id] for token_id in token_ids if token_id not in hidden]
+            pieces = [tokens.inside[token_id] for token_id in token_ids if token_id not in hidden]
         text = self._utf8.decode(b"".join(pieces), final)
+        self._mid_character = self._utf8.getstate()[0] != b""
         if self._prompt_tail_pending and text:
             self._prompt_tail_pending = False
             return text.removeprefix(REPLACEMENT)  # the prompt's own unfinished character

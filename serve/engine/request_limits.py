@@ -39,8 +39,9 @@ def check_priority(priority: int, ready: EngineReady) -> None:
     """Raises InvalidRequest for a priority that would have no effect."""
     if priority != 0 and ready.scheduling_policy != "priority":
         raise InvalidRequest(
-            f"priority {priority} would have no effect: the server was not started with "
-            "--scheduling-policy priority. Leave it out or send 0.",
+            f"priority {priority} would have no effect, because the scheduling policy is "
+            f"{ready.scheduling_policy} (--scheduling-policy priority would heed it). Leave it out "
+            "or send 0.",
             param="priority",
         )
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 from serve.engine.detokenizer import Detokenizer
-from serve.engine.outputs import RequestOutput
+from serve.engine.observer import FinishedRequest
+from serve.engine.outputs import RequestOutput, joined
 from serve.engine.repetition import RepetitionDetector
 from serve.errors import ServeError
-from serve.messages import FinishReason, RequestTimes, TokenDelta, TokenLogprobs
+from serve.messages import FinishReason, RequestTimes, TokenDelta
 from serve.sampling_params import SamplingParams
 
-
-@dataclass(slots=True)
-class _Pending:
-    """What the reader has not taken yet; grows by merging, so a slow reader gets it in one."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+MAX_UNJOINED = 64
+"""Outputs that a slow reader leaves are joined now and then, so that they take little memory."""
 
 
 class RequestStream:
@@ -62,8 +55,8 @@ class RequestStream:
         self._retry_after_s: float | None = None
         self._times: RequestTimes | None = None
         self._failure: ServeError | None = None
-        self._pending: _Pending | None = None
-        self._news = asyncio.Event()
+        self._pending: list[RequestOutput] = []  # what the reader has not taken yet
+        self._waiter: asyncio.Future[None] | None = None
         self._news_time = arrival_time
 
     def feed(self, delta: TokenDelta, time: float) -> None:
@@ -97,9 +90,11 @@ class RequestStream:
             self.last_token_time = time
             if self.first_token_time is None:
                 self.first_token_time = time
-        self._merge(delta, text.text, token_ids)
         self._news_time = time
-        self._news.set()
+        self._pending.append(self._output(delta, text.text, token_ids))
+        if len(self._pending) == MAX_UNJOINED:
+            self._pending = [joined(self._pending)]
+        self._wake_reader()
 
     @property
     def label(self) -> str:
@@ -109,19 +104,19 @@ class RequestStream:
     def fail(self, failure: ServeError) -> None:
         """Nothing more will come: the reader gets what is pending, then the failure."""
         self._failure = failure
-        self._news.set()
+        self._wake_reader()
 
     async def next(self) -> RequestOutput:
         """Everything since the last call, as soon as there is something. Raises what it failed
         with."""
-        await self._news.wait()
-        if self._pending is None:
+        if not self._pending and self._failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if not self._pending:
             assert self._failure is not None, self._label
             raise self._failure
-        output = self._take(self._pending)
-        self._pending = None
-        if self._failure is None:
-            self._news.clear()
+        output = joined(self._pending)
+        self._pending = []
         return output
 
     def times(self, finished_time: float) -> RequestTimes:
@@ -134,23 +129,29 @@ class RequestStream:
             num_preemptions=self._times.num_preemptions if self._times else 0,
         )
 
-    def _merge(self, delta: TokenDelta, text: str, token_ids: list[int]) -> None:
-        pending = self._pending = self._pending or _Pending()
-        pending.token_ids += token_ids
-        if text:
-            pending.text.append(text)
-        if delta.logprobs:
-            pending.logprobs += delta.logprobs[: len(token_ids)]
-        if delta.prompt_logprobs:
-            pending.prompt_logprobs += delta.prompt_logprobs
+    def finished(self, reason: FinishReason, now: float) -> FinishedRequest:
+        """What there is to tell about the request, which is over."""
+        return FinishedRequest(
+            reason=reason,
+            times=self.times(now),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            sampling=self.sampling,
+        )
 
-    def _take(self, pending: _Pending) -> RequestOutput:
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():  # else it was cancelled
+            self._waiter.set_result(None)
+
+    def _output(self, delta: TokenDelta, text: str, token_ids: list[int]) -> RequestOutput:
+        over = self.finish_reason is not None
         return RequestOutput(
             request_id=self._label,
-            text="".join(pending.text),
-            token_ids=pending.token_ids,
-            logprobs=pending.logprobs or None,
-            prompt_logprobs=pending.prompt_logprobs or None,
+            text=text,
+            token_ids=token_ids,
+            logprobs=delta.logprobs[: len(token_ids)] if delta.logprobs else None,
+            prompt_logprobs=delta.prompt_logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             hides_last=self._hides_last,
@@ -159,5 +160,5 @@ class RequestStream:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,
-            times=self.times(self._news_time) if self.finish_reason is not None else None,
+            times=self.times(self._news_time) if over else None,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from tokenizers import Tokenizer as Backend
 
@@ -27,7 +28,7 @@ class TokenBytes:
     """Token id → bytes, worked out when first asked for and remembered. Unknown ids add nothing.
 
     `inside[id]` holds within a text, `leading[id]` at its start. Bytes of one token need not be
-    whole characters.
+    whole characters; `texts[id]` is the text of `inside[id]` if they are, else None.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -37,6 +38,7 @@ class TokenBytes:
         names = {str(step["type"]) for step in steps}
         added = backend.get_added_tokens_decoder().items()
         self.special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.texts = _Remembered(self._whole_text)
         if "ByteLevel" in names:
             char_bytes = _byte_level_alphabet()
             self.inside = _Remembered(self._by_token(lambda t: _byte_level(t, char_bytes)))
@@ -49,6 +51,12 @@ class TokenBytes:
     def knows(self, token_id: int) -> bool:
         """Whether the vocabulary has this id."""
         return token_id >= 0 and self._backend.id_to_token(token_id) is not None
+
+    def _whole_text(self, token_id: int) -> str | None:
+        try:
+            return self.inside[token_id].decode()
+        except UnicodeDecodeError:
+            return None
 
     def _by_token(self, to_bytes: Callable[[str], bytes]) -> Callable[[int], bytes]:
         def by_id(token_id: int) -> bytes:
@@ -86,14 +94,17 @@ class TokenBytes:
             )
 
 
-class _Remembered(dict[int, bytes]):
+T = TypeVar("T")
+
+
+class _Remembered(dict[int, T]):
     """A dictionary that works out what it lacks; a plain lookup afterwards."""
 
-    def __init__(self, work_out: Callable[[int], bytes]) -> None:
+    def __init__(self, work_out: Callable[[int], T]) -> None:
         super().__init__()
         self._work_out = work_out
 
-    def __missing__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> T:
         value = self._work_out(token_id)
         self[token_id] = value
         return value

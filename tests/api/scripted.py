@@ -148,6 +148,10 @@ class ScriptedClient:
         self._died = reason
         self._news.set()
 
+    def wake(self) -> None:
+        """Look again at what can go on (on its event loop)."""
+        self._news.set()
+
     @property
     def num_aborts(self) -> int:
         """Abort messages so far."""

@@ -7,17 +7,17 @@ import pytest
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from tests.api.conftest import running_server
-from tests.api.test_scheduling_fields import PROMPTS, last_added
+from tests.api.test_scheduling_fields import EVERY_API, last_added
 
 
-@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("path", EVERY_API)
 def test_with_several_keys_the_key_is_the_client_whatever_user_says(path: str) -> None:
     config = ServerConfig(api_key=("k1", "k2"), client_weight=("k2=4",))
     with running_server(config) as server, server.http() as http:
         seen = []
         for key, user in (("k1", "x"), ("k1", "y"), ("k2", "x")):
             headers = {"authorization": f"Bearer {key}"}
-            http.post(path, json={**PROMPTS[path], "user": user}, headers=headers)
+            http.post(path, json={**EVERY_API[path], "user": user}, headers=headers)
             seen.append((last_added(server).client, last_added(server).weight))
     assert seen[0] == seen[1]
     assert seen[0][0] != seen[2][0]
@@ -26,11 +26,15 @@ def test_with_several_keys_the_key_is_the_client_whatever_user_says(path: str) -
 
 
 def test_without_keys_the_user_is_the_client() -> None:
-    with running_server(ServerConfig(client_weight=("team=a=2.5",))) as server:
-        with server.http() as http:
-            http.post("/v1/completions", json={"prompt": "one", "user": "team=a"})
-        added = last_added(server)
-    assert (added.client, added.weight) == ("team=a", 2.5)
+    config = ServerConfig(client_weight=("team=a=2.5",))
+    with running_server(config) as server, server.http() as http:
+        for path, body in EVERY_API.items():
+            named = (
+                {"metadata": {"user_id": "team=a"}} if "messages" in path else {"user": "team=a"}
+            )
+            assert http.post(path, json={**body, **named}).status_code == 200
+            added = last_added(server)
+            assert (added.client, added.weight) == ("team=a", 2.5)
 
 
 @pytest.mark.parametrize("pair", ["a", "a=0", "a=-1", "=2", "a=x", "a=inf", "a=nan"])

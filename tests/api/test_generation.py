@@ -1,18 +1,17 @@
-"""Several engine streams as one, and outputs joined in intervals."""
+"""Several engine streams as one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from serve.api.choices import collect
 from serve.api.client_limits import ClientLimits
-from serve.api.generation import Choice, Job, Outputs, collect, in_intervals
+from serve.api.generation import Job, Outputs
 from serve.api.service import OpenRequests
 from serve.config import ServerConfig
 from serve.engine.outputs import RequestOutput
@@ -99,8 +98,10 @@ def job(num_prompts: int = 1, n: int = 1, seed: int | None = None) -> Job:
 async def test_choices_are_put_together_each_from_its_own_stream() -> None:
     service = service_of(spelled("abc"), spelled("de"), spelled(""), spelled("fghi"))
 
-    choices, usage = await collect(Outputs(service, job(num_prompts=2, n=2)))
+    outputs = Outputs(service, job(num_prompts=2, n=2))
+    choices = await collect(outputs)
 
+    usage = outputs.tally.usage()
     assert [choice.text for choice in choices] == ["abc", "de", "", "fghi"]
     assert [choice.token_ids for choice in choices][1] == [ord("d"), ord("e")]
     assert {choice.ended_by for choice in choices} == {"stop"}
@@ -114,9 +115,10 @@ async def test_cached_tokens_count_once_per_prompt() -> None:
     ends = [output("", 0, FinishReason.STOP, num_cached_tokens=c) for c in (5, 7, 1, 2)]
     service = service_of(*[[end] for end in ends])
 
-    _, usage = await collect(Outputs(service, job(num_prompts=2, n=2)))
+    outputs = Outputs(service, job(num_prompts=2, n=2))
+    await collect(outputs)
 
-    assert usage.prompt_tokens_details.cached_tokens == 5 + 1
+    assert outputs.tally.usage().prompt_tokens_details.cached_tokens == 5 + 1
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
@@ -221,7 +223,7 @@ async def test_choices_wait_until_the_first_of_their_prompt_has_computed_it(
     assert engine.begun == first
 
     engine.go.set()
-    choices, _ = await task
+    choices = await task
     assert [choice.text for choice in choices] == ["ab", "c", "de", "f"]
     assert sorted(engine.begun) == [0, 1, 2, 3]
 
@@ -234,43 +236,3 @@ async def test_the_failure_of_a_first_choice_does_not_leave_others_waiting() -> 
         await collect(Outputs(service, Job("job", [[1] * 20], SamplingParams(), n=2)))
 
     assert service.open_requests.count == service.engine.num_open == 0
-
-
-class Listed:
-    """Outputs of a list."""
-
-    def __init__(self, items: list[tuple[int, RequestOutput]]) -> None:
-        self._items = items
-
-    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        async def run() -> AsyncIterator[tuple[int, RequestOutput]]:
-            for item in self._items:
-                yield item
-
-        return run()
-
-
-@given(st.lists(st.text("abc", max_size=20), min_size=1, max_size=3), st.integers(1, 6))
-def test_intervals_change_the_grouping_and_nothing_else(texts: list[str], interval: int) -> None:
-    streams = [spelled(text) for text in texts]
-    items = [
-        (index, stream[position])
-        for position in range(max(map(len, streams)))
-        for index, stream in enumerate(streams)
-        if position < len(stream)
-    ]
-
-    async def regrouped() -> list[tuple[int, RequestOutput]]:
-        listed: Any = Listed(items)
-        return [item async for item in in_intervals(listed, interval)]
-
-    choices = [Choice() for _ in texts]
-    sizes: list[list[int]] = [[] for _ in texts]
-    for index, each in asyncio.run(regrouped()):
-        choices[index].add(each)
-        sizes[index].append(len(each.token_ids))
-    assert [choice.text for choice in choices] == texts
-    assert [choice.finish_reason for choice in choices] == [FinishReason.STOP] * len(texts)
-    for mine in sizes:
-        assert all(size == interval for size in mine[1:-1])
-        assert all(size <= interval for size in mine)

@@ -156,7 +156,7 @@ def test_log_probabilities_come_when_included(client: openai.OpenAI, stream: boo
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "temperature": -1}, "temperature"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "background": True, "store": False}, "background"),
         ({"input": "a", "conversation": "c"}, "conversation"),
         ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
     ],
@@ -180,6 +180,73 @@ def test_a_failure_in_mid_stream_ends_with_a_failed_response(
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "failed"
     assert events[-1].response.error.message == "the step blew up"
+
+
+def test_a_background_response_is_asked_for_until_it_is_there(
+    client: openai.OpenAI, server: Server
+) -> None:
+    server.script = Script(server.ids(ANSWER), hold_after=2)
+    begun = client.responses.create(model=MODEL, input="Hello", background=True)
+    assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+    assert client.responses.retrieve(begun.id).status == "in_progress"
+
+    server.on_loop(lambda: resume(server))
+    done = until_ended(client, begun.id)
+
+    assert (done.status, done.output_text) == ("completed", ANSWER)
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        client.responses.cancel(begun.id)
+    server.script = ANSWER
+    following = client.responses.create(model=MODEL, input="And?", previous_response_id=begun.id)
+    assert following.output_text == ANSWER
+    assert ANSWER in rendered(server)
+
+
+def test_a_background_response_can_be_cancelled(client: openai.OpenAI, server: Server) -> None:
+    server.script = Script(server.ids(ANSWER), hold_after=2)
+    begun = client.responses.create(model=MODEL, input="Hello", background=True)
+
+    cancelled = client.responses.cancel(begun.id)
+
+    assert (cancelled.id, cancelled.status) == (begun.id, "cancelled")
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+    assert server.on_loop(lambda: dict(server.client.running)) == {}
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(begun.id)
+
+
+def test_a_background_response_that_fails_says_so(client: openai.OpenAI, server: Server) -> None:
+    server.script = Script(server.ids(ANSWER), fail_after=2)
+    begun = client.responses.create(model=MODEL, input="Hello", background=True)
+
+    failed = until_ended(client, begun.id)
+
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert failed.error.message == "the step blew up"
+
+
+def test_what_cannot_be_cancelled_is_refused(client: openai.OpenAI, http: httpx.Client) -> None:
+    ended = client.responses.create(model=MODEL, input="Hello")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(ended.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_unknown")
+    streamed = http.post("/v1/responses", json={"input": "a", "background": True, "stream": True})
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "background")
+
+
+def resume(server: Server) -> None:
+    """Let a held request go on to its end (on the event loop)."""
+    for entry in server.client.running.values():
+        entry.script = Script(entry.script.token_ids)
+    server.client.wake()
+
+
+def until_ended(client: openai.OpenAI, response_id: str) -> Any:
+    while (response := client.responses.retrieve(response_id)).status == "in_progress":
+        pass
+    return response
 
 
 def test_the_store_forgets_the_least_recently_used_first() -> None:

@@ -15,6 +15,11 @@ PROMPTS = {
     "/v1/completions": {"prompt": "one two"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "one two"}]},
 }
+EVERY_API = {
+    **PROMPTS,
+    "/v1/responses": {"input": "one two"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 5},
+}
 
 
 def last_added(server: Server) -> AddRequest:
@@ -65,9 +70,9 @@ def test_expired_work_is_refused_with_504_or_503(
     assert 'finished_reason="timeout"' in http.get("/metrics").text
 
 
-@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("path", EVERY_API)
 def test_the_timeout_may_be_a_header(server: Server, http: httpx.Client, path: str) -> None:
-    assert http.post(path, json=PROMPTS[path], headers={"timeout": "7.5"}).status_code == 200
+    assert http.post(path, json=EVERY_API[path], headers={"timeout": "7.5"}).status_code == 200
     assert last_added(server).timeout_s == 7.5
     for wrong in ("0", "-1", "soon", "1e9", "nan"):
-        assert http.post(path, json=PROMPTS[path], headers={"timeout": wrong}).status_code == 400
+        assert http.post(path, json=EVERY_API[path], headers={"timeout": wrong}).status_code == 400

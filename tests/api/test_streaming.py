@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from serve.api.streaming import KEEP_ALIVE, EventStream
+from serve.api.event_writer import KEEP_ALIVE
+from serve.api.streaming import EventStream
 from serve.messages import AbortRequests
 from tests.api.conftest import ANSWER, MODEL, Server, running_server
 from tests.api.scripted import Script

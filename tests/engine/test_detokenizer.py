@@ -30,7 +30,9 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
     if kind != "sentencepiece":
         return st.lists(any_id, max_size=30)
     first = backend.token_to_id("<0x00>")
-    other = any_id.filter(lambda i: not first <= i < first + NUM_BYTE_TOKENS).map(lambda i: [i])
+    byte_ids = range(first, first + NUM_BYTE_TOKENS)
+    others = [i for i in range(backend.get_vocab_size() + 3) if i not in byte_ids]
+    other = st.sampled_from(others).map(lambda i: [i])
     character = st.characters(codec="utf-8").map(lambda c: [first + byte for byte in c.encode()])
     return st.lists(other | character, max_size=20).map(lambda parts: [*chain(*parts)])
 

@@ -62,7 +62,8 @@ class OutputText(ResponseModel):
     logprobs: list[dict[str, Any]] = Field(default_factory=list)
 
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputMessage(ResponseModel):
@@ -70,7 +71,7 @@ class OutputMessage(ResponseModel):
 
     id: str
     type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
 
@@ -105,6 +106,7 @@ class ResponsesAnswer(ResponseModel):
     object: Literal["response"] = "response"
     created_at: int
     status: Status
+    background: bool = False
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None
