@@ -1,8 +1,9 @@
 """`python -m benchmarks.front_load`: what the HTTP front costs per streamed token.
 
-Many concurrent streams over loopback, once from our server over an engine that costs nothing, once
-from a bare Starlette app that writes canned chunks of the same size: the floor. Servers run in a
+Many concurrent streams over loopback, one chunk per token, once from our front over an engine that
+costs nothing and once from a bare Starlette app (`benchmarks.front_server`). The servers run in a
 process of their own; the client, in this one, only counts bytes. Ratios within one run count.
+Writes results/front_load.md.
 """
 
 from __future__ import annotations
@@ -10,121 +11,110 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
-import socket
+import shlex
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from pathlib import Path
 
-import uvicorn
+import psutil
 import uvloop
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import StreamingResponse
-from starlette.routing import Route
 
-from serve.api.app import create_app
-from serve.api.metrics import Metrics
-from serve.config import ServerConfig
-from serve.engine.async_engine import AsyncEngine
-from serve.server import HttpProtocol
-from tests.api.scripted import Script, ScriptedClient, byte_level_tokenizer
+from benchmarks.front_server import CHUNK
 
-CHUNK = (
-    b'data: {"id":"chatcmpl-0123456789abcdef0123456789abcdef","object":"chat.completion.chunk",'
-    b'"created":1700000000,"model":"tiny","system_fingerprint":"fp_0123456789","choices":'
-    b'[{"index":0,"delta":{"content":" Hello"},"logprobs":null,"finish_reason":null}]}\n\n'
-)
+NAMES = {"ours": "serve-llm's front", "bare": "bare Starlette"}
+WORD = CHUNK.partition(b'"content":')[2].partition(b"}")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one server's run."""
+
+    tokens_per_s: float
+    cpu_us: float  # of the server's process, per token
+
+    def __str__(self) -> str:
+        return f"{self.tokens_per_s:,.0f} tokens/s, {self.cpu_us:.1f} µs CPU per token"
 
 
 def main() -> None:
-    """Measure both, alternating, and print medians and their ratio."""
+    """Measure both by turns, print each run, and write medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    rates: dict[str, list[float]] = {"ours": [], "bare": []}
-    for _ in range(args.rounds):
-        for name, measured in rates.items():
-            measured.append(tokens_per_second(name, args.streams, args.tokens))
-    ours, bare = (statistics.median(measured) for measured in rates.values())
-    print(f"{args.streams} streams of {args.tokens} tokens, median of {args.rounds} rounds")
-    print(f"ours: {ours:,.0f} tokens/s   bare Starlette: {bare:,.0f} tokens/s")
-    print(f"ratio: {ours / bare:.2f}")
+    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    runs: dict[str, list[Figures]] = {name: [] for name in NAMES}
+    for _ in range(options.rounds):
+        for name, figures in runs.items():
+            figures.append(run(name, options.streams, options.tokens))
+            print(f"{NAMES[name]}: {figures[-1]}", flush=True)
+    text = report(runs, options.streams, options.tokens)
+    (options.out / "front_load.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
-def tokens_per_second(name: str, streams: int, tokens: int) -> float:
-    """Of one server's run. Raises RuntimeError unless every stream is whole."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(name, tokens, there)
+def run(name: str, streams: int, tokens: int) -> Figures:
+    """One server's figures. Raises RuntimeError unless every stream is whole."""
+    command = [sys.executable, "-m", "benchmarks.front_server", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            process = psutil.Process(server.pid)
+            uvloop.run(read_all(port, streams, 2))  # what is made once is made now
+            cpu_before, began = process.cpu_times(), time.perf_counter()
+            uvloop.run(read_all(port, streams, tokens))
+            wall_s, cpu_after = time.perf_counter() - began, process.cpu_times()
+        finally:
+            server.terminate()
+    cpu_s = cpu_after.user + cpu_after.system - cpu_before.user - cpu_before.system
+    return Figures(streams * tokens / wall_s, cpu_s * 1e6 / (streams * tokens))
+
+
+def report(runs: dict[str, list[Figures]], streams: int, tokens: int) -> str:
+    """Medians and ratios as Markdown."""
+    rate = {name: statistics.median(f.tokens_per_s for f in runs[name]) for name in runs}
+    cpu = {name: statistics.median(f.cpu_us for f in runs[name]) for name in runs}
+    from benchmarks.machine import describe  # imports torch
+
+    machine = describe()
+    rows = [f"| {NAMES[name]} | {rate[name]:,.0f} | {cpu[name]:.1f} |" for name in runs]
+    return "\n".join(
+        [
+            "# What the HTTP front costs per streamed token",
+            "",
+            f"`python -m benchmarks.front_load {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
+            "",
+            f"{streams} concurrent streams of {tokens} tokens over loopback, one chunk per token; "
+            f"medians of {len(runs['ours'])} rounds, the servers by turns. The engine costs "
+            "nothing, so this is the front alone: decoding the engine's steps, detokenizing, "
+            "JSON, HTTP. The client uses a core of its own.",
+            "",
+            f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, "
+            f"{machine['date']}.",
+            "",
+            "| server | tokens/s | CPU of the server, µs per token |",
+            "|---|---|---|",
+            *rows,
+            f"| ratio | {rate['ours'] / rate['bare']:.2f} | {cpu['ours'] / cpu['bare']:.2f} |",
+            "",
+        ]
     )
-    process.start()
-    try:
-        port = here.recv()
-        began = time.perf_counter()
-        uvloop.run(_read_all(port, streams, tokens))
-        return streams * tokens / (time.perf_counter() - began)
-    finally:
-        process.terminate()
-        process.join()
 
 
-def _serve(name: str, tokens: int, ready: Connection) -> None:
-    uvloop.run(_serve_ours(tokens, ready) if name == "ours" else _serve_bare(tokens, ready))
-
-
-async def _serve_ours(tokens: int, ready: Connection) -> None:
-    tokenizer = byte_level_tokenizer()
-    script = Script(tokenizer.encode_now(" Hello") * tokens)
-    client = ScriptedClient(tokenizer, lambda request: script, max_model_len=tokens + 512)
-    client.num_blocks = tokens + 512
-    config = ServerConfig(disable_log_requests=True)
-    metrics = Metrics(config.metrics_prefix)
-    engine = AsyncEngine(client, tokenizer, metrics, names=("tiny",))
-    await engine.start()
-    await _run(create_app(engine, config, metrics), ready)
-
-
-async def _serve_bare(tokens: int, ready: Connection) -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(tokens):
-            yield CHUNK
-            await asyncio.sleep(0)  # as tokens come: one step after the other
-        yield b"data: [DONE]\n\n"
-
-    async def answer(request: Request) -> StreamingResponse:
-        await request.body()
-        return StreamingResponse(chunks(), media_type="text/event-stream")
-
-    await _run(Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])]), ready)
-
-
-async def _run(app: object, ready: Connection) -> None:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(4096)
-    settings = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        http=HttpProtocol,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-    )
-    ready.send(listener.getsockname()[1])
-    await uvicorn.Server(settings).serve(sockets=[listener])
-
-
-async def _read_all(port: int, streams: int, tokens: int) -> None:
-    counts = await asyncio.gather(*(_read_one(port, tokens) for _ in range(streams)))
+async def read_all(port: int, streams: int, tokens: int) -> None:
+    """All streams at once."""
+    counts = await asyncio.gather(*(read_one(port, tokens) for _ in range(streams)))
     if set(counts) != {tokens}:
         raise RuntimeError(f"streams of {sorted(set(counts))} tokens instead of {tokens}")
 
 
-async def _read_one(port: int, tokens: int) -> int:
-    """One stream's chunks that carry text."""
+async def read_one(port: int, tokens: int) -> int:
+    """One stream; how many chunks carry text."""
     body = json.dumps(
         {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": tokens}
     )
@@ -136,7 +126,7 @@ async def _read_one(port: int, tokens: int) -> int:
     )
     answer = await reader.read()
     writer.close()
-    return answer.count(b'"content":" Hello"')
+    return answer.count(b'"content":' + WORD)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import resource
@@ -89,6 +90,7 @@ class _Server:
             if not await self._before_stop(asyncio.create_task(self._engine.start())):
                 return 0
             http = self._http_server()
+            spare_the_collector()
             self._listener.listen(_BACKLOG)  # from here on clients may connect: the log can say so
             self._announce()
             serving = asyncio.create_task(http.serve(sockets=[self._listener]))
@@ -154,6 +156,15 @@ class _Server:
             url,
             json.dumps(body),
         )
+
+
+def spare_the_collector() -> None:
+    """What exists now lives as long as the process: the garbage collector need not visit it again.
+    What a token leaves behind is freed by its reference count, so fresh objects are visited less
+    often too: with hundreds of streams that is a fifth of the front's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 class HttpProtocol(HttpToolsProtocol):

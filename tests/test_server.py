@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from serve.server import HttpProtocol
+from serve.server import HttpProtocol, spare_the_collector
 
 LIMIT = 4096
 
@@ -122,3 +124,20 @@ async def test_what_is_no_http_is_a_400_in_the_apis_form() -> None:
 
         assert status == 400
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_what_comes_after_the_start_is_still_collected() -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.itself = self
+
+    before = gc.get_threshold()
+    try:
+        spare_the_collector()
+        assert gc.get_freeze_count() > 0
+        knot = weakref.ref(Knot())
+        gc.collect()
+        assert knot() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
