@@ -6,7 +6,7 @@ Figures are CPU time of one thread, not wall time, and the contestants take turn
 disturbs the ratios little. Linear layers: all of a 135M model's, each in memory of its own, so that
 weights come from memory as in a real step. Yardsticks: oneDNN with prepacked fp32 weights (the best
 exact choice torch has), FBGEMM with fp16 weights, scaled_dot_product_attention on keys and values
-that already lie contiguously.
+that already lie contiguously, and sampling with torch's own operations.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_sequences, seq_len in [(1, 128), (32, 128), (32, 512)]:
             runs = attention_contestants(kernels, num_sequences, seq_len)
             report(f"attention, {num_sequences} x {seq_len}", runs, options.repeats)
+        for name, runs in sampling_contestants(kernels, num_rows=32).items():
+            report(f"{name}, 32 rows", runs, options.repeats)
     return 0
 
 
@@ -115,6 +117,44 @@ def attention_contestants(kernels: Kernels, num_sequences: int, seq_len: int) ->
         "ours": lambda: kernels.attention.attend(query, kv, meta, scale=HEAD_DIM**-0.5),
         "sdpa": lambda: F.scaled_dot_product_attention(folded, key, value),
     }
+
+
+def sampling_contestants(kernels: Kernels, num_rows: int) -> dict[str, dict[str, Run]]:
+    """Argmax and draws over logits with a few likely tokens; torch's draws as they are often
+    written, by softmax, sort and multinomial."""
+    assert kernels.sampling is not None
+    logits = torch.randn(num_rows, VOCAB) * 2.5
+    logits[:, 7:10] += torch.tensor([20.0, 19.0, 18.0])
+    keys = torch.randint(-(2**31), 2**31, (num_rows, 2), dtype=torch.int32)
+    out = torch.empty(num_rows, dtype=torch.int64)
+    draw, argmax = kernels.sampling.draw, kernels.sampling.argmax
+    assert argmax is not None
+
+    def controls(top_k: int, top_p: float) -> Tensor:
+        return torch.tensor([[0.8, top_k, top_p, 0.0]]).repeat(num_rows, 1)
+
+    plain, nucleus, top = controls(VOCAB, 2.0), controls(VOCAB, 0.9), controls(40, 2.0)
+    return {
+        "argmax": {"ours": lambda: argmax(logits, out), "torch": lambda: logits.argmax(-1)},
+        "draw": {
+            "ours": lambda: draw(logits, plain, keys),
+            "torch": lambda: (logits / 0.8).softmax(-1).multinomial(1),
+        },
+        "top_p 0.9": {
+            "ours": lambda: draw(logits, nucleus, keys),
+            "torch": lambda: _sorted_nucleus(logits, 0.9),
+        },
+        "top_k 40": {
+            "ours": lambda: draw(logits, top, keys),
+            "torch": lambda: (logits / 0.8).topk(40).values.softmax(-1).multinomial(1),
+        },
+    }
+
+
+def _sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    probabilities, ids = (logits / 0.8).softmax(-1).sort(dim=-1, descending=True)
+    probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0.0
+    return ids.gather(1, probabilities.multinomial(1))
 
 
 def report(title: str, runs: dict[str, Run], repeats: int) -> None:

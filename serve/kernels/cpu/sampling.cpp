@@ -49,7 +49,7 @@ class Draw {
     scale_ = {std::max(peak_.logit, kLowest), controls_.temperature};
     float limit = std::max(kLowest, std::log(controls_.min_p));
     if (controls_.top_k < static_cast<float>(vocab_)) {
-      limit = std::max(limit, keep_top(static_cast<int64_t>(controls_.top_k)));
+      limit = std::max(limit, keep_top(std::max<int64_t>(1, controls_.top_k)));
     }
     int64_t token = draw(limit);
     if (controls_.top_p >= 1.0f) return token;
