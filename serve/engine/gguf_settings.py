@@ -36,7 +36,7 @@ def read_gguf_settings(path: Path) -> dict[str, Any]:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             return _Reader(data).settings()
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, KeyError, struct.error, RecursionError) as error:
         raise ConfigError(f"{path}: not a readable GGUF file ({error}); fetch it again.") from error
 
 

@@ -52,6 +52,21 @@ def read_gguf_tokenizer(path: Path) -> tuple[Backend, dict[str, str], dict[str, 
     Raises ConfigError for a file without a tokenizer, or with one of an unknown kind.
     """
     settings = read_gguf_settings(path)
+    try:
+        return _tokenizer(settings, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing more special
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{path}: its tokenizer cannot be used ({reason}); fetch it again, or serve the "
+            "model's Hugging Face folder."
+        ) from error
+
+
+def _tokenizer(
+    settings: Mapping[str, Any], path: Path
+) -> tuple[Backend, dict[str, str], dict[str, str]]:
     tokens = settings.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ConfigError(f"{path} holds no tokenizer; serve the model's Hugging Face folder.")
@@ -79,7 +94,10 @@ def read_gguf_end_ids(path: Path) -> frozenset[int]:
     """Ids that end an answer: of the text, of a turn, of a message."""
     settings = read_gguf_settings(path)
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return frozenset(int(settings[key]) for key in keys if key in settings)
+    ids = [settings[key] for key in keys if key in settings]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise ConfigError(f"{path}: the ids that end an answer are {ids}; fetch it again.")
+    return frozenset(ids)
 
 
 def _byte_level(settings: Mapping[str, Any], path: Path) -> Backend:

@@ -110,16 +110,20 @@ def _common(config: Any) -> DecoderSpec:
 
 
 def config_head_dim(config: Any) -> int:
-    """Size of one attention head."""
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    """Size of one attention head. Raises ConfigError for a model without any."""
+    try:
+        head_dim = getattr(config, "head_dim", None)
+        return int(head_dim or config.hidden_size // config.num_attention_heads)
+    except AttributeError as error:
+        raise ConfigError(
+            f"config.json: only models with attention heads can be served ({error})"
+        ) from error
 
 
 def _layers(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
     by_type = {
         kind: LayerSpec(
-            window=config.sliding_window if kind == "sliding_attention" else None,
+            window=_window(config) if kind == "sliding_attention" else None,
             rope=read_rope(
                 _rope_parameters(config, kind), head_dim, config.max_position_embeddings
             ),
@@ -127,6 +131,13 @@ def _layers(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
         for kind in set(_layer_types(config))
     }
     return tuple(by_type[kind] for kind in _layer_types(config))
+
+
+def _window(config: Any) -> int | None:
+    window: int | None = config.sliding_window
+    if window is not None and window < 1:
+        raise ConfigError(f"config.json: sliding_window is {window} and must be positive")
+    return window
 
 
 def _layer_types(config: Any) -> list[str]:

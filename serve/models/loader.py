@@ -50,6 +50,12 @@ def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
                     "the model's unquantized weights or a .gguf file"
                 )
             target.copy_(tensor)
+            if not all(bound.isfinite() for bound in target.aminmax()):
+                raise ConfigError(
+                    f"{file}: tensor {name} has numbers that are not finite in "
+                    f"{str(target.dtype).removeprefix('torch.')}; download the file again, or "
+                    "choose a --dtype with a larger range"
+                )
             missing.discard(name)
             progress.advance(target.numel())
     if missing:

@@ -144,7 +144,7 @@ def read_rope(parameters: Mapping[str, Any], head_dim: int, max_position: int) -
         raise ConfigError("config.json: partial_rotary_factor is not supported for this model type")
     try:
         scaling = _read_scaling(kind, parameters, max_position)
-        spec = RopeSpec(head_dim, float(parameters["rope_theta"]), scaling)
+        spec = RopeSpec(head_dim, _theta(parameters), scaling)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
         raise ConfigError(f"config.json: rope_parameters of kind {kind!r} {what}") from error
@@ -186,6 +186,13 @@ def _read_scaling(
     if kind == "yarn":
         return _read_yarn(parameters, original, max_position)
     return _read_longrope(parameters, original, max_position)
+
+
+def _theta(parameters: Mapping[str, Any]) -> float:
+    theta = float(parameters["rope_theta"])
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be a positive number, not {theta}")
+    return theta
 
 
 def _factor(parameters: Mapping[str, Any]) -> float:

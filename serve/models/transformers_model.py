@@ -8,6 +8,7 @@ down, so one call over all requests' tokens [1, T] runs against the paged cache.
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,12 +210,19 @@ def load_transformers_model(
     # transformers notes the attention in the config it is given; ours is shared with others.
     config = copy.deepcopy(checkpoint.hf_config)
     config._attn_implementation = _ATTENTION
+    # A table of missing and unexpected tensors, which we refuse in one line.
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{checkpoint.path}: model type {config.model_type!r} is no causal language model"
+        )
     try:
         hf_model = _load(checkpoint, config, compute_dtype, seed)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first_line = (str(error).strip() or "no reason given").splitlines()[0]
         raise ConfigError(
-            f"{checkpoint.path}: transformers cannot load this model: {first_line}"
+            f"{checkpoint.path}: transformers cannot load this model: {type(error).__name__}: "
+            f"{first_line}"
         ) from error
     if not getattr(hf_model, "_supports_attention_backend", False):
         raise ConfigError(

@@ -266,8 +266,16 @@ def _fitting(device: Device, what: str, advice: str) -> Iterator[None]:
     """Running out of memory while starting is a ConfigError with the figures and what to change."""
     try:
         yield
-    except (torch.OutOfMemoryError, OutOfMemory) as error:
+    except (RuntimeError, MemoryError, OutOfMemory) as error:
+        if not _is_lack_of_memory(error):
+            raise
         raise ConfigError(f"{what} does not fit on {device.describe()}. {advice}") from error
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """torch has a class for a GPU's memory only; its allocator for CPUs says it in words."""
+    named = isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory)
+    return named or "can't allocate memory" in str(error)
 
 
 def model_impl(config: EngineConfig) -> str:

@@ -128,6 +128,30 @@ def test_unknown_kinds_are_refused_by_name(tmp_path: Path) -> None:
         Tokenizer.load(byte_level(tmp_path / "model.gguf", model="bert"))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bos_token_id": 999_999},
+        {"merges": ["h nowhere"]},
+        {"merges": ["he"]},
+        {"model": "llama"},  # without scores
+    ],
+)
+def test_ops_13_a_tokenizer_that_contradicts_itself_is_one_clear_line(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    file = byte_level(tmp_path / "m.gguf", **settings)
+    with pytest.raises(ConfigError, match=r"m\.gguf: its tokenizer cannot be used") as caught:
+        Tokenizer.load(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_ops_13_an_end_id_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    file = byte_level(tmp_path / "m.gguf", eos_token_id="</s>")
+    with pytest.raises(ConfigError, match=r"m\.gguf: the ids that end an answer"):
+        read_generation_config(file, "auto")
+
+
 @pytest.mark.parametrize("cut", [0, 3, 10, 200])
 def test_ops_13_a_cut_file_is_a_config_error(tmp_path: Path, cut: int) -> None:
     whole = byte_level(tmp_path / "m.gguf").read_bytes()

@@ -220,6 +220,27 @@ def test_ops_13_a_bad_config_is_named(folder: Path, content: str, complaint: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(float("nan"), torch.float32), (float("-inf"), torch.float32), (1e6, torch.float16)],
+)
+def test_numbers_that_the_serving_dtype_cannot_hold_are_refused(
+    folder: Path, value: float, dtype: torch.dtype
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    _edit_weights(folder, lambda w: w[name].__setitem__((3, 4), value))
+
+    with pytest.raises(ConfigError, match=f"{name} has numbers that are not finite"):
+        build_model(
+            open_checkpoint(folder, "auto"),
+            kernels=reference.kernels(),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            impl="auto",
+            seed=0,
+        )
+
+
 SIZES_OF_A_CONFIG = [
     "vocab_size",
     "hidden_size",
@@ -244,6 +265,15 @@ def test_ops_13_an_impossible_size_in_the_config_is_named(
 
     assert str(folder / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("window", [0, -4])
+def test_ops_13_a_window_that_sees_nothing_is_refused(tmp_path: Path, window: int) -> None:
+    save_model(tmp_path, "mistral")
+    _edit_config(tmp_path, sliding_window=window)
+
+    with pytest.raises(ConfigError, match=f"sliding_window is {window} and must be positive"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

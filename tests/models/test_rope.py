@@ -145,6 +145,9 @@ def test_gemma3_scales_its_global_layers_only_and_keeps_its_context_length(tmp_p
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "needs 4 factors"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number"),
+        ({"rope_theta": -1e4}, "rope_theta must be a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a positive number"),
     ],
 )
 def test_incomplete_or_impossible_settings_are_named(

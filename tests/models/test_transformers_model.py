@@ -12,7 +12,7 @@ from serve.errors import ConfigError
 from serve.kernels import reference
 from serve.kernels.base import BackendLimits
 from serve.models.checkpoint import open_checkpoint
-from serve.models.registry import build_model
+from serve.models.registry import build_model, head_dims
 from tests.tiny_models import (
     MIXED_SCHEDULE,
     OTHERS,
@@ -80,6 +80,22 @@ def test_a_model_without_the_attention_interface_is_refused(tmp_path: Path) -> N
 
     with pytest.raises(ConfigError, match="'mamba'"):
         load(tmp_path)
+
+
+def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(vocab_size=97, d_model=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match="'t5' is no causal language model"):
+        load(tmp_path, load_format="dummy")
+
+
+def test_head_sizes_are_unknown_where_there_are_no_heads() -> None:
+    from transformers import MambaConfig
+
+    with pytest.raises(ConfigError, match="only models with attention heads"):
+        head_dims(MambaConfig())
 
 
 def test_head_sizes_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,14 @@ def test_the_largest_step_runs_with_a_null_block_alone(
     info = LocalExecutor(settings, model).start()
     assert ran == [0.9]
     assert info.num_blocks == 100_000 // (2 * 2 * 2 * 16 * 4 * 16) - 1
+
+
+def test_a_model_larger_than_the_memory_of_a_cpu_is_told(model: Path, tmp_path: Path) -> None:
+    values = json.loads((model / "config.json").read_text()) | {"intermediate_size": 10**13}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    settings = replace(config(), model=ModelConfig(load_format="dummy"))
+    with pytest.raises(ConfigError, match=r"the model does not fit on cpu \("):
+        LocalExecutor(settings, tmp_path).start()
 
 
 @pytest.mark.parametrize(
