@@ -26,7 +26,8 @@ from serve.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from serve.errors import ConfigError
+from serve.errors import ConfigError, EngineDead
+from serve.flags import flags
 from serve.plan.settings import PlanConfig
 from serve.simulate.flags import comparison, simulate
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, exit_code=2)
     try:
         exit_code: int | None = call()
-    except ConfigError as error:
+    except (ConfigError, EngineDead) as error:
         return _fail(error, exit_code=1)
     return exit_code or 0  # --help and --version return None
 
@@ -76,31 +77,13 @@ def _app() -> App:
     return app
 
 
-def _flags(title: str, order: int) -> Parameter:
-    """How one config dataclass appears on the command line: its fields, flat, under a heading."""
-    return Parameter(
-        name="*",
-        group=Group(title, sort_key=order),
-        consume_multiple=True,
-        negative_iterable=(),
-        show_default=_as_typed,
-    )
-
-
-def _as_typed(default: Any) -> str | None:
-    """A flag's default as one would type it; None, which --help leaves out, for none."""
-    if default is None or default == ():
-        return None
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
 def serve(
-    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    model: Annotated[ModelConfig, flags("Model", 1)] = ModelConfig(),
     *,
-    server: Annotated[ServerConfig, _flags("Server", 2)] = ServerConfig(),
-    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
-    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
-    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+    server: Annotated[ServerConfig, flags("Server", 2)] = ServerConfig(),
+    scheduler: Annotated[SchedulerConfig, flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, flags("Device", 5)] = DeviceConfig(),
     config: Annotated[Path | None, Parameter(group=Group("More", sort_key=6))] = None,
 ) -> int:
     """Serve a model over HTTP.
@@ -120,12 +103,12 @@ def serve(
 
 
 def plan(
-    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    model: Annotated[ModelConfig, flags("Model", 1)] = ModelConfig(),
     *,
-    options: Annotated[PlanConfig, _flags("Plan", 2)] = PlanConfig(),  # noqa: B008 (frozen)
-    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
-    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
-    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+    options: Annotated[PlanConfig, flags("Plan", 2)] = PlanConfig(),  # noqa: B008 (frozen)
+    scheduler: Annotated[SchedulerConfig, flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, flags("Device", 5)] = DeviceConfig(),
 ) -> int:
     """Tell what a model needs and what fits beside it, from its config alone.
 

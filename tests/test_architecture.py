@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "__init__": {"llm"},
     "logs": set(),
+    "flags": set(),
     "hub": set(),
     "kernels": set(),
     "models": {"kernels"},
@@ -37,10 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"engine"},
     "llm": {"engine", "hub"},
     "server": {"api", "engine", "hub", "logs"},
-    "bench": {"llm"},
-    "simulate": {"engine", "worker.executor", "worker.cache_size", "scheduler.output"},
+    "bench": {"llm", "flags"},
+    "simulate": {"flags", "engine", "worker.executor", "worker.cache_size", "scheduler.output"},
     "plan": {"models", "worker", "hub"},
-    "cli": {"server", "bench", "simulate", "plan"},
+    "cli": {"server", "bench", "simulate", "plan", "flags"},
 }
 
 # Third-party (or standard) modules that may be imported only in these parts or modules.
@@ -52,7 +53,7 @@ ONLY_IN: dict[str, set[str]] = {
     "pydantic": {"api"},
     "uvicorn": {"server"},
     "uvloop": {"server", "bench"},
-    "cyclopts": {"cli", "bench", "simulate.flags"},
+    "cyclopts": {"cli", "flags", "bench", "simulate.flags"},
     "yaml": {"cli", "api.limits_file"},
     "zmq": {"engine.ipc", "engine.process"},
     "msgspec": {"engine.ipc", "engine.process"},
@@ -263,7 +264,7 @@ def test_the_core_imports_without_the_server_packages() -> None:
     """Offline use and the GPU checks run where only torch and transformers are installed."""
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
-    server_side = {"api", "bench", "cli", "server"}
+    server_side = {"api", "bench", "cli", "flags", "server"}
     lazily_imported = {"engine.ipc", "engine.process", "simulate.flags"}
     core = [
         f"serve.{name}".removesuffix(".__init__")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App
 
 from serve.bench.options import (
     ArrivalOptions,
@@ -15,6 +15,7 @@ from serve.bench.options import (
     WorkloadOptions,
 )
 from serve.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
+from serve.flags import flags
 
 
 def bench_app(help_formatter: Any) -> App:
@@ -26,18 +27,12 @@ def bench_app(help_formatter: Any) -> App:
     return app
 
 
-def _flags(title: str, order: int) -> Parameter:
-    return Parameter(
-        name="*", group=Group(title, sort_key=order), consume_multiple=True, negative_iterable=()
-    )
-
-
 def serve(
     *,
-    target: Annotated[TargetOptions, _flags("Server", 1)] = TargetOptions(),
-    workload: Annotated[WorkloadOptions, _flags("Requests", 2)] = WorkloadOptions(),
-    arrivals: Annotated[ArrivalOptions, _flags("Arrivals", 3)] = ArrivalOptions(),
-    report: Annotated[ReportOptions, _flags("Report", 4)] = ReportOptions(),
+    target: Annotated[TargetOptions, flags("Server", 1)] = TargetOptions(),
+    workload: Annotated[WorkloadOptions, flags("Requests", 2)] = WorkloadOptions(),
+    arrivals: Annotated[ArrivalOptions, flags("Arrivals", 3)] = ArrivalOptions(),
+    report: Annotated[ReportOptions, flags("Report", 4)] = ReportOptions(),
 ) -> int:
     """Send a load to any OpenAI server and report its latencies and throughput."""
     from serve.bench.online import bench_serve  # late: --help need not wait for numpy
@@ -46,12 +41,12 @@ def serve(
 
 
 def throughput(
-    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    model: Annotated[ModelConfig, flags("Model", 1)] = ModelConfig(),
     *,
-    options: Annotated[OfflineOptions, _flags("Batch", 2)] = OfflineOptions(),
-    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
-    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
-    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+    options: Annotated[OfflineOptions, flags("Batch", 2)] = OfflineOptions(),
+    scheduler: Annotated[SchedulerConfig, flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, flags("Device", 5)] = DeviceConfig(),
 ) -> int:
     """Tokens a second of the engine in this process, all prompts given at once."""
     from serve.bench.offline import bench_throughput
@@ -60,12 +55,12 @@ def throughput(
 
 
 def latency(
-    model: Annotated[ModelConfig, _flags("Model", 1)] = ModelConfig(),
+    model: Annotated[ModelConfig, flags("Model", 1)] = ModelConfig(),
     *,
-    options: Annotated[OfflineOptions, _flags("Batch", 2)] = OfflineOptions(),
-    scheduler: Annotated[SchedulerConfig, _flags("Scheduler", 3)] = SchedulerConfig(),
-    cache: Annotated[CacheConfig, _flags("KV cache", 4)] = CacheConfig(),
-    device: Annotated[DeviceConfig, _flags("Device", 5)] = DeviceConfig(),
+    options: Annotated[OfflineOptions, flags("Batch", 2)] = OfflineOptions(),
+    scheduler: Annotated[SchedulerConfig, flags("Scheduler", 3)] = SchedulerConfig(),
+    cache: Annotated[CacheConfig, flags("KV cache", 4)] = CacheConfig(),
+    device: Annotated[DeviceConfig, flags("Device", 5)] = DeviceConfig(),
 ) -> int:
     """Time from giving a batch to having all of it."""
     from serve.bench.offline import bench_latency
