@@ -32,6 +32,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         429: "rate_limit_error",
         500: "api_error",
         503: "overloaded_error",
+        504: "timeout_error",
     }
 )
 

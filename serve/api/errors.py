@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -185,7 +187,10 @@ def error_response(error: Exception) -> Response:
 
 def from_validation(error: ValidationError) -> InvalidRequest:
     """The most specific of pydantic's complaints in one sentence."""
-    details = error.errors(include_url=False, include_input=False, include_context=False)
+    return _refusal(error.errors(include_url=False, include_input=False, include_context=False))
+
+
+def _refusal(details: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     # Of the members of a union, the one that got furthest is the one that was meant.
     first = max(details, key=lambda detail: field_path(detail["loc"]).count("."))
     path = field_path(first["loc"])
@@ -255,7 +260,14 @@ def install_error_handlers(app: FastAPI) -> None:
             return response
         return error_response(NoSuchRoute(f"Nothing is served at {path}."))
 
+    async def on_parameters(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        # What comes first says that it is of the query: only bodies have paths.
+        details = [{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]
+        return error_response(_refusal(details))
+
     app.add_exception_handler(RequestError, on_error)
+    app.add_exception_handler(RequestValidationError, on_parameters)
     app.add_exception_handler(EngineError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_middleware(LastResort)

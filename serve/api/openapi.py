@@ -25,6 +25,7 @@ ERROR_RESPONSES: Mapping[int | str, dict[str, Any]] = MappingProxyType(
             429: "Too much is waiting; see `Retry-After`.",
             500: "The server failed.",
             503: "The engine is not running.",
+            504: "The request waited longer than its timeout.",
         }.items()
     }
 )

@@ -46,16 +46,15 @@ def responses_routes(service: Service) -> APIRouter:
         return await responses.create(request)
 
     @router.get("/v1/responses/{response_id}", response_model=ResponsesAnswer)
-    async def get_response(request: Request) -> Response:
-        return _json(responses.find(request.path_params["response_id"]))
+    async def get_response(response_id: str) -> Response:
+        return _json(responses.find(response_id))
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=ResponsesAnswer)
-    async def cancel_response(request: Request) -> Response:
-        return _json(await responses.cancel(request.path_params["response_id"]))
+    async def cancel_response(response_id: str) -> Response:
+        return _json(await responses.cancel(response_id))
 
     @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
-    async def delete_response(request: Request) -> DeletedResponse:
-        response_id = request.path_params["response_id"]
+    async def delete_response(response_id: str) -> DeletedResponse:
         responses.delete(response_id)
         return DeletedResponse(id=response_id)
 

@@ -34,8 +34,7 @@ def scheduler_routes(service: Service) -> APIRouter:
 
     # A path parameter, because a client's ids may hold slashes.
     @router.get("/v1/requests/{request_id:path}", response_model=RequestState)
-    async def show_request(request: Request) -> Response:
-        request_id = request.path_params["request_id"]
+    async def show_request(request_id: str) -> Response:
         choices = await engine.control("requests", request_id=request_id)
         if not choices:
             raise NoSuchRequest(

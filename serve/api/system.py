@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from serve import __version__
@@ -41,8 +41,8 @@ def system_routes(service: Service) -> APIRouter:
     @router.get(
         "/v1/models/{name:path}", response_model=ModelCard, responses={404: ERROR_RESPONSES[404]}
     )
-    async def show_model(request: Request) -> ModelCard:
-        return _card(service, service.served_name(request.path_params["name"]))
+    async def show_model(name: str) -> ModelCard:
+        return _card(service, service.served_name(name))
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -36,6 +36,22 @@ def test_bodies_are_described_and_no_422_is_promised(http: httpx.Client) -> None
     assert '"422"' not in json.dumps(document["paths"])
 
 
+def test_parameters_in_paths_are_described(http: httpx.Client) -> None:
+    for path, operations in http.get("/openapi.json").json()["paths"].items():
+        for operation in operations.values():
+            described = {p["name"] for p in operation.get("parameters", ()) if p["in"] == "path"}
+            assert described == set(re.findall(r"{(.+?)}", path)), path
+
+
+def test_a_wrong_query_is_a_bad_request_like_any_other(http: httpx.Client) -> None:
+    answer = http.get("/v1/scheduler/trace", params={"format": "xml"})
+
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == ("format", "invalid_request_error")
+    assert "jsonl" in error["message"]
+
+
 def test_answers_are_what_their_schemas_say(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     extras = {"prompt_logprobs": 1, "return_token_ids": True}
