@@ -58,14 +58,14 @@ def find_model(model: str | None, revision: str | None = None) -> Path:
     if model is None:
         return find_packaged_model(DEFAULT_MODEL, cache_folder())
     path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
     if path.is_file():
         raise ConfigError(
             f"{model} is neither a model folder nor a .gguf file. Pass the folder that holds "
             "config.json and the .safetensors files."
         )
-    if not _HUB_ID.fullmatch(model) or model.startswith(".") or path.suffix == ".gguf":
+    if not _HUB_ID.fullmatch(model) or model.startswith(".") or path.suffix.lower() == ".gguf":
         raise ConfigError(f"{model} does not exist. Pass a model folder, a .gguf file or a hub id.")
     return _from_hub(model, revision)
 

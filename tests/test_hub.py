@@ -114,6 +114,7 @@ def test_a_folder_or_gguf_file_is_itself(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     assert find_model(str(tmp_path)) == tmp_path
     assert find_model(str(file)) == file
+    assert find_model(str(file.rename(tmp_path / "M.GGUF"))) == tmp_path / "M.GGUF"
 
 
 def test_another_file_is_refused_with_advice(tmp_path: Path) -> None:

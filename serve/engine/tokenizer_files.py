@@ -110,14 +110,25 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Files of their own come before the entry in tokenizer_config.json."""
     files = {"default": path / "chat_template.jinja"}
     files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    try:
+        found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"A chat template in {path} cannot be read ({error}); fetch it again."
+        ) from error
     if found:
         return found
     match config.get("chat_template"):
         case str(template):
             return {"default": template}
         case list(named):
-            return {str(each["name"]): str(each["template"]) for each in named}
+            try:
+                return {str(each["name"]): str(each["template"]) for each in named}
+            except (KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{path / 'tokenizer_config.json'}: every chat template in a list needs a name "
+                    "and a template; fetch it again."
+                ) from error
     return {}
 
 

@@ -138,7 +138,7 @@ def _int8_bytes(matrix: Tensor, _: Sequence[str]) -> float:
 
 def _gguf_kinds(checkpoint: Checkpoint) -> dict[str, str]:
     """How a GGUF file stores each tensor, by checkpoint name; empty for other formats."""
-    if checkpoint.path.suffix != ".gguf":
+    if checkpoint.path.is_dir():
         return {}
     with GGUFFile(checkpoint.path) as opened:
         model_type = checkpoint.hf_config.model_type

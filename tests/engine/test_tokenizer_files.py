@@ -168,3 +168,19 @@ def test_the_server_reads_a_folders_tokenizer_without_torch(tmp_path: Path) -> N
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_ops_13_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m", byte_level())
+    (folder / "chat_template.jinja").write_bytes(b"{{ messages }}\xff\xfe")
+    with pytest.raises(ConfigError, match=f"chat template in {folder} cannot be read"):
+        read_tokenizer_files(folder)
+
+
+@pytest.mark.parametrize("named", [[{"name": "default"}], ["default"]])
+def test_ops_13_a_list_of_chat_templates_without_texts_is_named(
+    tmp_path: Path, named: list[Any]
+) -> None:
+    folder = saved(tmp_path / "m", byte_level(), chat_template=named)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: every chat template"):
+        read_tokenizer_files(folder)
