@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -91,6 +92,16 @@ def test_a_signal_during_the_start_leaves_nothing_behind(tiny_model: Path) -> No
             server.process.cpu_percent(interval=0.05)
         assert server.stop() == 0, server.log
         assert not server.url
+
+
+def test_an_engine_killed_during_the_start_is_one_line_and_exit_code_1(tiny_model: Path) -> None:
+    with serve(tiny_model, "--log-level", "error") as server:
+        while not server.process.children() and server.process.is_running():
+            server.process.cpu_percent(interval=0.05)
+        server.engine.kill()
+        assert server.wait() == 1
+        assert len(server.lines) == 1, server.log
+        assert "perhaps because memory ran out" in server.log
 
 
 async def test_ops_10_more_connections_than_the_soft_file_limit_are_served(
@@ -232,6 +243,28 @@ async def test_a_short_request_overtakes_long_ones_that_came_before(
         assert "choices" in await anext(stream)  # the long one is still going
         assert tiny_server.metric("serve_llm_num_requests_running") == 1
     await until(lambda: is_idle(tiny_server), "the long one is aborted")
+
+
+async def test_sch_22_an_idle_server_rests_and_answers_afterwards(
+    tiny_server: ServerProcess,
+) -> None:
+    """Whatever looks after the cache at idle may neither find fault nor keep a processor busy."""
+    shared = "The same long beginning of every prompt. " * 4
+    bodies = [completion(f"{shared}{i % 8}", 4) for i in range(256)]
+    processes = [tiny_server.process, tiny_server.engine]
+
+    def computed_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    async with client(tiny_server) as http:
+        texts = await asyncio.gather(*(streamed_text(http, body) for body in bodies))
+        await until(lambda: is_idle(tiny_server), "every block is free")
+        started, computed_before_s = time.monotonic(), computed_s()
+        await asyncio.sleep(3)  # the idle time itself is what is tested
+        share = (computed_s() - computed_before_s) / (time.monotonic() - started)
+        again = await streamed_text(http, bodies[0])
+    assert share < 0.2
+    assert again == texts[0]
 
 
 @pytest.mark.slow
