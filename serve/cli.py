@@ -1,6 +1,7 @@
 """The command `serve-llm`: flags made from the config dataclasses, then the server.
 
-Exit codes: 0 a clean end, 1 the server could not start or its engine died, 2 a wrong command line.
+Exit codes: 0 a clean end, 1 the server could not start or its engine died, 2 a wrong command line,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code: int | None = call()
     except (ConfigError, EngineDead) as error:
         return _fail(error, exit_code=1)
+    except KeyboardInterrupt:  # Ctrl-C while something loads that has no answer of its own to it
+        return 130
     return exit_code or 0  # --help and --version return None
 
 

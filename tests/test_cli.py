@@ -156,6 +156,17 @@ def test_a_start_up_mistake_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == "serve-llm: there is no such model. Pass another.\n"
 
 
+def test_ctrl_c_while_loading_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(engine: EngineConfig, server: ServerConfig) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("serve.server.run_server", interrupted)
+    assert serve.cli.main(["serve"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_help_shows_every_flag_with_its_no_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.cli.main(["serve", "--help"]) == 0
     page = capsys.readouterr().out
