@@ -6,10 +6,11 @@ Every rule reads the source of `serve/` as it is; each comes with a check that i
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -141,6 +142,12 @@ def test_libraries_stay_in_their_place() -> None:
 COMES_WITH = {"starlette": "fastapi", "tokenizers": "transformers"}
 
 
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Importable name → the installed distributions that bring it. Takes a second."""
+    return packages_distributions()
+
+
 def declared_libraries(*extras: str) -> set[str]:
     """The distributions that pyproject.toml asks for, by their normalized names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -153,13 +160,12 @@ def declared_libraries(*extras: str) -> set[str]:
 def undeclared_libraries(module: str, tree: ast.Module) -> set[str]:
     """Libraries a module imports that installing us without extras need not bring."""
     declared = declared_libraries(*(["bench"] if part_of(module) == "bench" else []))
-    distributions = packages_distributions()
     libraries = {name.split(".", 1)[0] for name in imports(tree)}
     return {
         library
         for library in libraries - set(sys.stdlib_module_names) - {"serve"}
         if COMES_WITH.get(library, "") not in declared
-        and not declared & {canonicalize_name(name) for name in distributions.get(library, [])}
+        and not declared & {canonicalize_name(name) for name in distributions().get(library, [])}
     }
 
 
