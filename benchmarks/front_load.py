@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -87,7 +86,8 @@ def report(runs: dict[str, list[Figures]], streams: int, tokens: int) -> str:
         [
             "# What the HTTP front costs per streamed token",
             "",
-            f"`python -m benchmarks.front_load {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
+            f"`python -m benchmarks.front_load --streams {streams} --tokens {tokens} "
+            f"--rounds {len(runs['ours'])}`",
             "",
             f"{streams} concurrent streams of {tokens} tokens over loopback, one chunk per token; "
             f"medians of {len(runs['ours'])} rounds, the servers by turns. The engine costs "
