@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # What `make serve` hands to `serve-llm serve`, for example ARGS="path/to/model --port 9000".
 ARGS ?=
 
-.PHONY: help serve test test-all lint format clean
+.PHONY: help serve test test-all test-foreign lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets.
@@ -17,10 +17,14 @@ serve: $(VENV)/.installed  ## Serve the default model on http://127.0.0.1:8000 (
 	$(BIN)/serve-llm serve $(ARGS)
 
 test: lint $(VENV)/.installed-test  ## Lint, type-check and run the test suite.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not foreign"
 
-test-all: lint $(VENV)/.installed-foreign  ## The same with the slow sweeps and foreign clients.
-	$(BIN)/python -m pytest
+test-all: lint $(VENV)/.installed-test  ## The same with the slow sweeps, and then test-foreign.
+	$(BIN)/python -m pytest -m "not foreign"
+	$(MAKE) test-foreign
+
+test-foreign: $(VENV)/.installed-foreign  ## Others' clients, and requests generated from the OpenAPI document.
+	$(BIN)/python -m pytest -m foreign tests/foreign
 
 lint: $(VENV)/.installed-test  ## Lint and type-check only.
 	$(BIN)/ruff check .

@@ -10,29 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.conftest import running_server
-
-pytestmark = pytest.mark.slow
+from serve.config import EngineConfig
+from tests.api.stepped import stepped_server
+from tests.fakes import FakeExecutor
 
 REQUESTS_AT_LEAST = 2000
+CHECKS = "not_a_server_error,status_code_conformance,response_schema_conformance"
 
 
 @pytest.mark.timeout(1800)
 def test_generated_requests_get_answers_as_documented(tmp_path: Path) -> None:
-    pytest.importorskip("schemathesis")
-    with running_server() as server:
+    executor = FakeExecutor(num_blocks=64, block_size=16, max_num_batched_tokens=256)
+    with stepped_server(executor, EngineConfig()) as (server, client):
+        server.on_loop(lambda: client.allow(sys.maxsize))
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
-            *("--checks", "not_a_server_error,status_code_conformance,response_schema_conformance"),
-            *("--phases", "examples,coverage,fuzzing", "--max-examples", "60", "--seed", "1"),
+            *("--checks", CHECKS, "--phases", "examples,coverage,fuzzing"),
+            *("--max-examples", "50", "--seed", "1", "--generation-database", "none"),
             *("--request-timeout", "60", "--suppress-health-check", "all"),
-            *("--generation-database", "none"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-        alive = server.http().get("/health").status_code
+        with server.http() as http:
+            alive = http.get("/health").status_code
+            following = http.post("/v1/completions", json={"prompt": "a"}).status_code
 
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     generated = re.search(r"(\d+) generated", done.stdout)
     assert generated, done.stdout[-2000:]
     assert int(generated[1]) >= REQUESTS_AT_LEAST
-    assert alive == 200
+    assert (alive, following) == (200, 200)
+    assert executor.violations == []
