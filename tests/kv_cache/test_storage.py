@@ -75,3 +75,50 @@ def test_block_bytes_counts_keys_and_values_of_all_layers() -> None:
     shapes = [_shape, lambda n: _shape(n, heads=1)]
     assert block_bytes(shapes, torch.float32) == 2 * 4 * 8 * (3 + 1) * 4
     assert block_bytes(shapes, torch.bfloat16) == 2 * 4 * 8 * (3 + 1) * 2
+
+
+def test_layers_of_one_shape_share_memory_and_are_copied_by_one_call() -> None:
+    calls = []
+
+    def counted(src: torch.Tensor, dst: torch.Tensor, *ids: torch.Tensor) -> None:
+        calls.append(src.shape[0])
+        reference.copy_blocks(src, dst, *ids)
+
+    wide, narrow = _shape, lambda n: _shape(n, heads=1)
+    storage = KVStorage(
+        [wide, narrow, wide, wide],
+        num_blocks=3,
+        num_host_blocks=2,
+        dtype=torch.float32,
+        allocate=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        copy_blocks=counted,
+        allocate_host=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    )
+    before = fill(storage)
+
+    storage.copy(pairs(b3=1), src=Tier.DEVICE, dst=Tier.HOST)
+    storage.copy(pairs(b1=2), src=Tier.HOST, dst=Tier.DEVICE)
+
+    assert calls == [2 * 3, 2 * 1] * 2, "keys and values of three layers, and of one"
+    for layer, old in zip(storage.layers, before, strict=True):
+        assert torch.equal(layer[:, 2], old[:, 3])
+
+
+def test_an_eight_bit_cache_is_copied_like_any_other() -> None:
+    storage = KVStorage(
+        [_shape],
+        num_blocks=3,
+        num_host_blocks=2,
+        dtype=torch.float8_e4m3fn,
+        allocate=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        copy_blocks=reference.copy_blocks,
+        allocate_host=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        scales=[torch.ones(2, 3)],
+    )
+    bits = storage.layers[0].view(torch.uint8)
+    bits.copy_(torch.arange(bits.numel()).view(bits.shape) % 100)
+
+    storage.copy(pairs(b3=1), src=Tier.DEVICE, dst=Tier.DEVICE)
+
+    assert torch.equal(bits[:, 1], bits[:, 3])
+    assert storage.scales is not None
