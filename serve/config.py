@@ -108,6 +108,9 @@ class CacheConfig:
     """Host memory for swapped-out requests, in GiB; used when the preemption mode can swap."""
     enable_prefix_caching: bool = True
     """Keep the KV of past prompts while blocks are free, and reuse it for equal beginnings."""
+    prefix_cache_file: str | None = None
+    """Safetensors file that keeps the prefix cache while the server is down: written at its orderly
+    end, read at its start if it fits model, dtype, block size and kernels. Pins are not kept."""
     max_pinned_share: float = 0.25
     """Most of the KV pool that pinned prefixes may take; what one request of --max-model-len needs
     is never pinned. 0: nothing can be pinned."""
@@ -124,6 +127,8 @@ class CacheConfig:
         _require(blocks is None or blocks >= 1, "num-gpu-blocks-override", blocks, "at least 1")
         pinned = self.max_pinned_share
         _require(0 <= pinned <= 1, "max-pinned-share", pinned, "between 0 and 1")
+        if self.prefix_cache_file is not None and not self.enable_prefix_caching:
+            raise ConfigError("--prefix-cache-file needs --enable-prefix-caching.")
         _require(self.swap_space >= 0, "swap-space", self.swap_space, "0 or more")
         narrow = self.kv_cache_dtype != "auto"
         _require(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from serve.config import CacheConfig, EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.engine.prefix_file import PrefixFile
 from serve.engine.trace import TraceFile
 from serve.errors import ConfigError
 from serve.kv_cache.block_table import num_blocks_for
@@ -15,7 +16,7 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.messages import EngineReady
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
-from serve.worker.executor import Executor, WorkerInfo
+from serve.worker.executor import BlockArchive, Executor, WorkerInfo
 
 
 def build_engine_core(
@@ -25,7 +26,8 @@ def build_engine_core(
     # torch takes seconds to import: cores over other executors do without
     from serve.worker.local_executor import LocalExecutor
 
-    return core_over(LocalExecutor(config, model_path), config, inbox, outbox)
+    executor = LocalExecutor(config, model_path)
+    return core_over(executor, config, inbox, outbox, archive=executor)
 
 
 def core_over(
@@ -34,8 +36,12 @@ def core_over(
     inbox: Inbox,
     outbox: Outbox,
     clock: Callable[[], float] = time.monotonic,
+    archive: BlockArchive | None = None,
 ) -> tuple[EngineCore, EngineReady]:
-    """Start `executor` and make a core that drives it; what it measured sizes everything."""
+    """Start `executor` and make a core that drives it; what it measured sizes everything.
+
+    `archive` keeps blocks for --prefix-cache-file; without one, the flag does nothing.
+    """
     worker = executor.start()
     scheduling = config.scheduler
     try:
@@ -90,7 +96,19 @@ def core_over(
     scheduler = Scheduler(kv, limits, clock)
     path = scheduling.trace_file
     trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler)
-    return EngineCore(scheduler, executor, inbox, outbox, depth, trace), ready
+    prefix_file = _prefix_file(config.cache, kv, archive)
+    return EngineCore(scheduler, executor, inbox, outbox, depth, trace, prefix_file), ready
+
+
+def _prefix_file(
+    cache: CacheConfig, kv: KVCacheManager, archive: BlockArchive | None
+) -> PrefixFile | None:
+    """The prefix cache's file, which has been read."""
+    if cache.prefix_cache_file is None or archive is None:
+        return None
+    file = PrefixFile(Path(cache.prefix_cache_file).expanduser(), kv, archive)
+    file.load()
+    return file
 
 
 def _max_pinned_blocks(cache: CacheConfig, worker: WorkerInfo) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from serve.engine.controls import Controls
 from serve.engine.health_probe import answers
+from serve.engine.prefix_file import PrefixFile
 from serve.engine.step_log import OpenStep, StepLog
 from serve.engine.trace import TraceFile
 from serve.errors import EngineDead, OutOfMemory, QueueFull, RequestError
@@ -75,6 +76,7 @@ class EngineCore:
         outbox: Outbox,
         depth: int = 1,
         trace: TraceFile | None = None,
+        prefix_file: PrefixFile | None = None,
     ) -> None:
         assert depth >= 1, depth
         self.scheduler = scheduler
@@ -84,6 +86,7 @@ class EngineCore:
         self.depth = depth
         self.log = StepLog(scheduler, trace)
         self._trace = trace
+        self._prefix_file = prefix_file
         self._controls = Controls(scheduler, self.log)
         self._in_flight: deque[tuple[SchedulerOutput, PendingTokens, OpenStep]] = deque()
         self._refused: list[TokenDelta] = []
@@ -105,6 +108,12 @@ class EngineCore:
                 self._send(self.step())
             if self._stopping and not self.has_work():
                 self._stopped = True
+        self.keep_prefixes()
+
+    def keep_prefixes(self) -> None:
+        """Write the prefix cache to its file, if it has one; at an orderly end, before `close`."""
+        if self._prefix_file is not None:
+            self._prefix_file.save()
 
     def close(self) -> None:
         """Free the device, and end the trace."""

@@ -54,6 +54,8 @@ class InlineClient:
     async def close(self) -> None:
         """Free the device."""
         if self._core is not None:
+            if self._death is None:
+                self._core.keep_prefixes()
             self._core.close()
             self._core = None
         self._death = EngineDied("the engine was closed.")

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine")
 STOP_WITHIN_S = 5.0
 """After Shutdown, how long a step that runs may still take; then the process is killed."""
+SAVE_WITHIN_S = 120.0
+"""How much longer when the prefix cache is written to its file."""
 LAST_WORDS_S = 0.2
 """How long after the process's end a message that it sent before may need to arrive."""
 
@@ -41,6 +43,8 @@ class ProcessClient:
     ) -> None:
         self._launch = Launch(config, str(model_path), logs.level())
         self._command = command
+        saves = config.cache.prefix_cache_file is not None
+        self._stop_within_s = STOP_WITHIN_S + (SAVE_WITHIN_S if saves else 0)
         self._socket: FrontSocket | None = None
         self._lifeline: int | None = None
         self._process: Process | None = None
@@ -121,9 +125,9 @@ class ProcessClient:
         try:
             if self._is_ready and process.returncode is None:
                 self.send(Shutdown(drain=False))
-                await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+                await asyncio.wait_for(process.wait(), self._stop_within_s)
         except TimeoutError:
-            logger.warning("the engine did not stop within %g s and is killed", STOP_WITHIN_S)
+            logger.warning("the engine did not stop within %g s and is killed", self._stop_within_s)
         finally:
             if process.returncode is None:
                 process.kill()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from serve.scheduler.output import SchedulerOutput, StepResult
@@ -28,6 +30,23 @@ class PendingTokens(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are known. Raises what the step raised."""
+
+
+class BlocksUnusable(Exception):
+    """A file's KV blocks cannot be used here; says why."""
+
+
+class BlockArchive(Protocol):
+    """Blocks' contents in a file, each known by a hash, and what they must fit."""
+
+    def write_blocks(self, path: Path, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int:
+        """Replace the file; its size in bytes. Raises OSError."""
+
+    def read_hashes(self, path: Path) -> list[bytes]:
+        """Of the blocks in the file, most wanted first. Raises BlocksUnusable."""
+
+    def read_blocks(self, path: Path, block_ids: Sequence[int]) -> None:
+        """Fill blocks with the first ones of the file. Raises BlocksUnusable."""
 
 
 class Executor(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from serve.config import EngineConfig
@@ -11,7 +12,7 @@ from serve.worker.worker import Worker
 
 
 class LocalExecutor:
-    """Executor over a Worker that it makes in `start` and drops in `close`."""
+    """Executor, and BlockArchive, over a Worker that it makes in `start` and drops in `close`."""
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         self._config = config
@@ -28,6 +29,21 @@ class LocalExecutor:
         """Launch a step; on a CPU it has run when this returns."""
         assert self._worker is not None, "not started"
         return self._worker.runner.execute(plan)
+
+    def write_blocks(self, path: Path, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int:
+        """Replace a file by these blocks; its size in bytes. Raises OSError."""
+        assert self._worker is not None, "not started"
+        return self._worker.block_file.write(path, hashes, block_ids)
+
+    def read_hashes(self, path: Path) -> list[bytes]:
+        """Of the blocks in a file, most wanted first. Raises BlocksUnusable."""
+        assert self._worker is not None, "not started"
+        return self._worker.block_file.read_hashes(path)
+
+    def read_blocks(self, path: Path, block_ids: Sequence[int]) -> None:
+        """Fill blocks with the first ones of a file. Raises BlocksUnusable."""
+        assert self._worker is not None, "not started"
+        self._worker.block_file.read(path, block_ids)
 
     def close(self) -> None:
         """Drop the model and the cache; memory goes back when nobody else holds them."""

@@ -21,6 +21,8 @@ from serve.models.footprint import read_footprint
 from serve.models.kv_scales import read_kv_scales
 from serve.models.registry import build_model, head_dims
 from serve.worker import host_memory
+from serve.worker.block_file import BlockFile
+from serve.worker.cache_identity import cache_identity
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.device import Device, find_device
 from serve.worker.executor import WorkerInfo
@@ -47,6 +49,7 @@ class Worker:
 
     info: WorkerInfo
     runner: ModelRunner
+    block_file: BlockFile
 
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         self._config = config
@@ -90,6 +93,9 @@ class Worker:
             storage = self._make_storage(
                 size.num_blocks, size.num_host_blocks, self._cache_dtype, self._scales
             )
+            self.block_file = BlockFile(
+                storage, partial(self._cache_identity, checkpoint), self._device.synchronize
+            )
             self.runner = self._make_runner(
                 storage, max_model_len=size.max_model_len, graph_sizes=self._graph_sizes()
             )
@@ -105,6 +111,15 @@ class Worker:
             block_bytes=self._block_bytes(),
         )
         self._log_cache(size)
+
+    def _cache_identity(self, checkpoint: Checkpoint) -> dict[str, str]:
+        return cache_identity(
+            self._config,
+            checkpoint,
+            dtype=f"{self._dtype}, {self._cache_dtype}",
+            kernels=self._kernels.name,
+            scales=self._scales,
+        )
 
     def _find_scales(self, checkpoint: Checkpoint) -> list[Tensor] | None:
         """Of an eight-bit cache: the checkpoint's, or measured if that is asked for, or all 1."""
