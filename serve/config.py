@@ -93,8 +93,9 @@ class CacheConfig:
 
     block_size: int = 16
     """Tokens per KV block."""
-    gpu_memory_utilization: float = 0.9
-    """Share of device memory the server may use (on a CPU: see kv_cache_memory_bytes)."""
+    gpu_memory_utilization: float | None = None
+    """Share of all device memory that may be in use. Default: 0.9 on a GPU; on a CPU the KV pool
+    takes a quarter of what is free, at most 4 GiB."""
     kv_cache_memory_bytes: Count | None = None
     """Exact size of the KV pool in bytes (2GiB works too); default: what the device leaves."""
     num_gpu_blocks_override: int | None = None
@@ -122,7 +123,12 @@ class CacheConfig:
             self.kv_cache_memory_bytes,
             self.num_gpu_blocks_override,
         )
-        _require(0 < share <= 1, "gpu-memory-utilization", share, "above 0 and at most 1")
+        _require(
+            share is None or 0 < share <= 1,
+            "gpu-memory-utilization",
+            share,
+            "above 0 and at most 1",
+        )
         _require(pool is None or pool > 0, "kv-cache-memory-bytes", pool, "above 0")
         _require(blocks is None or blocks >= 1, "num-gpu-blocks-override", blocks, "at least 1")
         pinned = self.max_pinned_share

@@ -56,11 +56,16 @@ def _max_tokens(num_prompt_tokens: int, wanted: int | None, ready: EngineReady) 
         if limit < ready.max_model_len
         else f"this model accepts {limit}"
     )
+    remedy = (
+        "give the server a larger KV pool (--kv-cache-memory-bytes)"
+        if pool < ready.max_model_len + ready.block_size  # more context would not fit into it
+        else "raise --max-model-len"
+    )
     room = limit - num_prompt_tokens
     if room < 0 or (room == 0 and wanted != 0):
         raise PromptTooLong(
             f"The prompt has {num_prompt_tokens} tokens, but {of_what}, completion included. "
-            "Shorten the prompt or raise --max-model-len.",
+            f"Shorten the prompt or {remedy}.",
             param="prompt",
         )
     if wanted is not None and wanted > room:

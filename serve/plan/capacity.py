@@ -14,7 +14,7 @@ from serve.models.footprint import Footprint, read_footprint
 from serve.plan.settings import PlanConfig
 from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.device import cpu_pool_bytes, find_device, gpu_token_budget
+from serve.worker.device import cpu_pool_bytes, find_device, gpu_share, gpu_token_budget
 from serve.worker.kv_precision import cache_dtype
 from serve.worker.worker import model_impl
 
@@ -86,8 +86,8 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
     budget = token_budget(config.scheduler, default_budget, longest)
     step = _step_bytes(footprint, dtype, budget, config.scheduler.max_num_seqs)
     context = _CUDA_CONTEXT_BYTES if device == "cuda" else 0
-    share = config.cache.gpu_memory_utilization if device == "cuda" else 1.0
-    usable = int(memory * share)
+    share = config.cache.gpu_memory_utilization
+    usable = int(memory * gpu_share(share)) if device == "cuda" else memory
     left = usable - footprint.weight_bytes - context - step
     block = footprint.block_bytes(config.cache.block_size, cache_dtype(config.cache, dtype))
     cache = None
@@ -99,7 +99,9 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
             device_free_bytes=memory - footprint.weight_bytes - context,
             host_total_bytes=_UNKNOWN_HOST_BYTES if options.memory else host_memory.total_bytes(),
             measure_cache_bytes=lambda: (
-                left if device == "cuda" else cpu_pool_bytes(memory - footprint.weight_bytes)
+                left
+                if device == "cuda"
+                else cpu_pool_bytes(memory - footprint.weight_bytes, memory, share)
             ),
         )
     return Capacity(

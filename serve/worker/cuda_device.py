@@ -15,6 +15,7 @@ from serve.worker.device import (
     GraphRecorder,
     Mark,
     PendingCopy,
+    gpu_share,
     gpu_token_budget,
 )
 from serve.worker.uploads import StagedUploads, Uploads
@@ -119,7 +120,7 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free
 
-    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
+    def cache_bytes(self, share: float | None, run_largest_step: Callable[[], None]) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         run_largest_step()
@@ -129,7 +130,7 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         # What torch does not hold: the CUDA context, libraries' workspaces, other processes.
         outside = total - free - torch.cuda.memory_reserved(self.torch_device)
-        return int(total * share) - peak - outside
+        return int(total * gpu_share(share)) - peak - outside
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -38,8 +38,16 @@ def gpu_token_budget(device_bytes: int) -> int:
     return _LARGE_TOKEN_BUDGET if device_bytes >= _LARGE_DEVICE_BYTES else _SMALL_TOKEN_BUDGET
 
 
-def cpu_pool_bytes(free_bytes: int) -> int:
-    """The KV pool on a CPU that has so much memory left beside the model."""
+def gpu_share(asked: float | None) -> float:
+    """The share of a GPU's memory that may be in use."""
+    return 0.9 if asked is None else asked
+
+
+def cpu_pool_bytes(free_bytes: int, total_bytes: int, share: float | None) -> int:
+    """The KV pool on a CPU that has so much memory left beside the model: what keeps memory in use
+    at `share` of all; without a share a modest part, as memory here also belongs to others."""
+    if share is not None:
+        return int(total_bytes * share) - (total_bytes - free_bytes)
     return min(int(free_bytes * _CPU_POOL_SHARE), _CPU_POOL_MOST_BYTES)
 
 
@@ -97,10 +105,11 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory still available here."""
 
-    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
+    def cache_bytes(self, share: float | None, run_largest_step: Callable[[], None]) -> int:
         """Memory for the KV pool when no size was asked for; 0 or less when nothing is left.
 
-        `share` of the device may be used by us in all; `run_largest_step` shows what a step needs.
+        `share` of the device's memory may be in use in all, if it was asked for;
+        `run_largest_step` shows what a step needs.
         """
 
     def synchronize(self) -> None:
@@ -203,10 +212,8 @@ class CpuDevice:
     def free_bytes(self) -> int:
         return host_memory.available_bytes()
 
-    def cache_bytes(self, share: float, run_largest_step: Callable[[], None]) -> int:
-        # Memory here also belongs to other programs, so the pool takes a modest part of what is
-        # free now, whatever `share` allows; --kv-cache-memory-bytes asks for more.
-        return cpu_pool_bytes(self.free_bytes())
+    def cache_bytes(self, share: float | None, run_largest_step: Callable[[], None]) -> int:
+        return cpu_pool_bytes(self.free_bytes(), host_memory.total_bytes(), share)
 
     def synchronize(self) -> None:
         pass  # nothing is ever under way

@@ -64,7 +64,16 @@ def test_sch_26_the_cpu_pool_is_a_modest_part_of_what_is_free(
     def never() -> None:
         raise AssertionError("a CPU needs no trial step")
 
-    assert CpuDevice(1).cache_bytes(0.9, never) == pool
+    assert CpuDevice(1).cache_bytes(None, never) == pool
+
+
+def test_a_share_of_memory_that_is_asked_for_governs_the_cpu_pool_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 10 * GIB)
+    assert CpuDevice(1).cache_bytes(0.5, lambda: None) == GIB  # 4 of 10 GiB are in use
+    assert CpuDevice(1).cache_bytes(0.3, lambda: None) < 0
 
 
 def test_on_a_cpu_tensors_stay_where_they_are() -> None:
