@@ -1,4 +1,4 @@
-"""Prose and code of our own that models are measured on: some 1,500 tokens, always the same."""
+"""Prose and code of our own that models are measured on: some 1,400 tokens, always the same."""
 
 from __future__ import annotations
 
@@ -53,6 +53,21 @@ much thicker layer of air. Most of the blue has been scattered away before the l
 what remains is orange and red. After the eruption of a large volcano, the sunsets can be especially
 colourful, because fine particles in the upper atmosphere scatter the light in addition to the air
 itself.
+""",
+    """\
+The first bicycles had no pedals. A rider sat on a wooden beam between two wheels and pushed the
+ground with his feet, and when the road went downhill he lifted them and hoped for the best. The
+machine was invented after a summer without sun, when the harvest had failed and there was not
+enough oats to feed the horses. People laughed at it. The police forbade it on the pavements of
+several cities, because it frightened those who walked there. Half a century later somebody fixed
+cranks to the front wheel, and since one turn of the cranks was one turn of the wheel, the wheel
+grew larger and larger, until its rider sat as high as on a horse and fell as far. Only when a chain
+drove the rear wheel could both wheels be small again. Air in the tyres came last. A veterinary
+surgeon had watched his son bump over the cobbles on solid rubber, and glued together a tube from a
+thin sheet of it, which he filled with a football pump. Within ten years nobody remembered how it
+had been before. What had begun as a toy for gentlemen became the means by which a postman, a nurse
+or a factory worker could live in one village and work in another, and more than one historian has
+claimed that nothing did so much to mix the families of the countryside.
 """,
     '''\
 import heapq

@@ -123,7 +123,10 @@ class SharedModel:
             seed=0,
             device=self.device,
         )
-        return make_runner(self.model, storage, rows, engine.block_size, self.device)
+        return make_runner(
+            *(self.model, storage, rows, engine.block_size, self.device),
+            sampling=self.kernels.sampling,
+        )
 
     def _kernels(self, backend: str, quantization: str | None) -> Kernels:
         kernels, _ = select_kernels(
