@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import tiny_model, tiny_server  # noqa: F401 (fixtures)
+
 HERE = Path(__file__).parent
 MISSING = [
     name
