@@ -86,7 +86,7 @@ def _scores(core: EngineCore, shape: Shape, company: int) -> Sequence[tuple[int,
             if delta.request_id == "one":
                 scores = delta.logprobs or []
                 found += [(s.token_id, s.logprob) for s in scores]
-    core.scheduler.kv.forget_prefixes()
+    core.scheduler.kv.prefixes.forget()
     return found
 
 

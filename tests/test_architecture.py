@@ -148,6 +148,11 @@ def distributions() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
+def brought_by(library: str) -> list[str]:
+    """The distributions that bring a library; one that is not installed is taken for its own."""
+    return distributions().get(library, [library])
+
+
 def declared_libraries(*extras: str) -> set[str]:
     """The distributions that pyproject.toml asks for, by their normalized names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -165,7 +170,7 @@ def undeclared_libraries(module: str, tree: ast.Module) -> set[str]:
         library
         for library in libraries - set(sys.stdlib_module_names) - {"serve"}
         if COMES_WITH.get(library, "") not in declared
-        and not declared & {canonicalize_name(name) for name in distributions().get(library, [])}
+        and not declared & {canonicalize_name(name) for name in brought_by(library)}
     }
 
 

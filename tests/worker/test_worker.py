@@ -145,7 +145,7 @@ def test_the_largest_step_runs_with_a_null_block_alone(
     """What a CUDA start measures: the trial step must not need a pool."""
     ran = []
 
-    def measure(self: CpuDevice, share: float, run_largest_step) -> int:  # type: ignore[no-untyped-def]
+    def measure(self: CpuDevice, share: float | None, run_largest_step) -> int:  # type: ignore[no-untyped-def]
         run_largest_step()
         ran.append(share)
         return 100_000
@@ -153,7 +153,7 @@ def test_the_largest_step_runs_with_a_null_block_alone(
     monkeypatch.setattr(CpuDevice, "cache_bytes", measure)
     settings = config(scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=Count(64)))
     info = LocalExecutor(settings, model).start()
-    assert ran == [0.9]
+    assert ran == [None]
     assert info.num_blocks == 100_000 // (2 * 2 * 2 * 16 * 4 * 16) - 1
 
 
@@ -179,7 +179,7 @@ def test_no_memory_at_start_is_told_with_figures_and_flags(
     def no_memory(*arguments: object, **named: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    def measure(self: CpuDevice, share: float, run_largest_step) -> int:  # type: ignore[no-untyped-def]
+    def measure(self: CpuDevice, share: float | None, run_largest_step) -> int:  # type: ignore[no-untyped-def]
         run_largest_step()
         return 100_000
 
