@@ -271,8 +271,9 @@ async def test_sch_22_an_idle_server_rests_and_answers_afterwards(
 async def test_ops_18_an_idle_connection_is_kept_for_longer_than_clients_keep_it(
     tiny_server: ServerProcess,
 ) -> None:
-    """uvicorn's own limit would be 5 seconds."""
-    async with client(tiny_server) as http:
+    """uvicorn's own limit would be 5 seconds, and so would be httpx's."""
+    patient = httpx.Limits(keepalive_expiry=60)
+    async with httpx.AsyncClient(base_url=tiny_server.url, limits=patient) as http:
         await http.get("/health")
         (connection,) = http._transport._pool.connections
         await asyncio.sleep(7)  # the idle time itself is what is tested
