@@ -8,7 +8,7 @@ their number. On the CPUs tried that holds bit for bit, which lets tests compare
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -232,25 +232,43 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """fp32 in oneDNN's own weight layout on a CPU, F.linear otherwise.
+    """A linear layer; on a CPU in fp32, with rows whose results do not depend on their number.
 
-    With the packed layout a row's result is the same bit for bit whatever the number of rows, and
-    F.linear's is not below about 16 rows. 16-bit products are emulated on most CPUs, so there
-    16-bit weights are widened.
+    oneDNN's own weight layout is the faster way where its rows are invariant, and padding to whole
+    row tiles the other. 16-bit products are emulated on most CPUs, so there 16-bit weights are
+    widened.
     """
     if weight.device.type != "cpu":
         return partial(F.linear, weight=weight, bias=bias)
     weight, bias = weight.float(), None if bias is None else bias.float()
+    multiply = _onednn_linear if _onednn_rows_are_invariant() else _linear_of_row_tiles
+    if multiply is _onednn_linear:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return lambda x: multiply(x.float(), weight, bias).to(x.dtype)
+
+
+def _onednn_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
+    return result
+
+
+def _linear_of_row_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, its rows invariant because there are never fewer than a row tile."""
+    num_rows = x.shape[0]
+    return F.linear(F.pad(x, (0, 0, 0, max(0, _ROW_TILE - num_rows))), weight, bias)[:num_rows]
+
+
+@cache
+def _onednn_rows_are_invariant() -> bool:
+    """Tried out, because releases differ: oneDNN 3.12 (torch 2.13) packs for its batched matmul,
+    whose rows are; 3.10 (torch 2.11) leaves the weights as they are and sums 1 to 3 rows left over
+    from groups of six in another order."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return lambda x: F.linear(x.float(), weight, bias).to(x.dtype)
+        return False
+    weight, x = torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(0))
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def linear(x: Tensor) -> Tensor:
-        result: Tensor = multiply(x.float(), packed, bias, "none", [], "")
-        return result.to(x.dtype)
-
-    return linear
+    whole = _onednn_linear(x, packed, None)
+    return all(torch.equal(_onednn_linear(x[:n], packed, None), whole[:n]) for n in range(1, 64))
 
 
 def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
