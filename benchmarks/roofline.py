@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -33,11 +34,21 @@ from benchmarks.servers import RunningServer, ServerCommand, end_on_sigterm, fre
 from serve.bench.options import Lengths
 from serve.bench.workload import random_token_ids
 from serve.kernels.base import Kernels, PackedLinear
+from serve.kernels.cpu.linear import CpuLinear
 from serve.llm import engine_config
 from serve.worker.sampler import Sampler
 
 HERE = Path(__file__).parent
 LOADS = "1,2,3,4"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A packed weight: its shape, and its bytes as the kernels hold them."""
+
+    outputs: int
+    inputs: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +95,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [
         loads.smaller(load) if options.smoke else load for load in loads.find_loads(options.loads)
     ]
-    settings = {"dtype": options.dtype, "max_model_len": "2048", "enable_prefix_caching": False}
-    config = engine_config(model=str(options.model), **settings)
+    settings = {"dtype": options.dtype, "quantization": options.quantization}
+    config = engine_config(
+        model=str(options.model), max_model_len="2048", enable_prefix_caching=False, **settings
+    )
 
-    sizes: list[tuple[int, int]] = []  # (outputs, inputs) of each packed matrix
+    matrices: list[Matrix] = []
     watch = Stopwatch()
-    plain = start_engine(config, options.model, kernels=lambda k: _noting_sizes(k, sizes))
-    cost = model_cost(sizes, options.weight_bytes)
+    plain = start_engine(config, options.model, kernels=lambda k: _noting_matrices(k, matrices))
+    cost = model_cost(matrices)
     timed = start_engine(config, options.model, kernels=lambda k: timed_kernels(k, watch))
     report: dict[str, Any] = {
         "command": "python -m benchmarks.roofline " + " ".join(argv or sys.argv[1:]),
         "machine": machine.describe(),
         "model": str(options.model),
-        "dtype": options.dtype,
+        **settings,
         "kernels": plain.ready.attention_backend,
         "weight_bytes": cost.weight_bytes,
         "loads": [],
     }
     for load in chosen:
-        rates = machine.measure_rates()
-        report["loads"].append(one_load(load, plain, timed, watch, cost, rates, options.repeats))
+        report["loads"].append(one_load(load, plain, timed, watch, cost, options.repeats))
     plain.close()
     timed.close()
     if options.http:
@@ -120,9 +132,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.roofline", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder or .gguf file")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument(
-        "--weight-bytes", type=float, default=4.0, help="bytes of a weight as the kernels hold it"
-    )
+    parser.add_argument("--quantization", choices=["int8"], help="of linear layers, as for serve")
     parser.add_argument("--loads", default=LOADS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--http", action="store_true", help="also through our server")
@@ -131,12 +141,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _noting_sizes(kernels: Kernels, sizes: list[tuple[int, int]]) -> Kernels:
-    """Kernels that write down the shape of every matrix they pack."""
+def _noting_matrices(kernels: Kernels, matrices: list[Matrix]) -> Kernels:
+    """Kernels that write down every matrix they pack."""
 
     def pack(weight: Any, bias: Any) -> PackedLinear:
-        sizes.append((weight.shape[0], weight.shape[1]))
-        return kernels.pack_linear(weight, bias)
+        packed = kernels.pack_linear(weight, bias)
+        held = packed.panels.data if isinstance(packed, CpuLinear) else weight
+        outputs, inputs = weight.shape
+        matrices.append(Matrix(outputs, inputs, held.nbytes))
+        return packed
 
     return replace(kernels, pack_linear=pack)
 
@@ -157,14 +170,14 @@ def timed_kernels(kernels: Kernels, watch: Stopwatch) -> Kernels:
     )
 
 
-def model_cost(sizes: Sequence[tuple[int, int]], bytes_per_weight: float) -> ModelCost:
-    """From the packed matrices; the head is the one with most rows (the vocabulary)."""
-    elements = [rows * columns for rows, columns in sizes]
-    head = max(sizes)
-    head_elements = head[0] * head[1]
+def model_cost(matrices: Sequence[Matrix]) -> ModelCost:
+    """From the packed matrices; the head is the one with most outputs (the vocabulary)."""
+    head = max(matrices, key=lambda matrix: matrix.outputs)
+    elements = sum(matrix.outputs * matrix.inputs for matrix in matrices)
+    head_elements = head.outputs * head.inputs
     return ModelCost(
-        weight_bytes=int(sum(elements) * bytes_per_weight),
-        flop_per_token=2.0 * (sum(elements) - head_elements),
+        weight_bytes=sum(matrix.num_bytes for matrix in matrices),
+        flop_per_token=2.0 * (elements - head_elements),
         flop_per_sample=2.0 * head_elements,
     )
 
@@ -185,13 +198,13 @@ def one_load(
     timed: EngineLoop,
     watch: Stopwatch,
     cost: ModelCost,
-    rates: Rates,
     repeats: int,
 ) -> dict[str, Any]:
-    """The best of the repeats against the floor of its own steps, and the split of a timed run."""
-    runs = [plain.run(batches(load, seed)) for seed in range(repeats)]
-    best = min(runs, key=lambda run: run.seconds)
-    floor = floor_s(best.steps, cost, rates)
+    """The run with the median share of its own floor, and the split of a timed run."""
+    runs = [(machine.measure_rates(), plain.run(batches(load, seed))) for seed in range(repeats)]
+    runs.sort(key=lambda run: floor_s(run[1].steps, cost, run[0]) / run[1].seconds)
+    rates, median = runs[len(runs) // 2]
+    floor = floor_s(median.steps, cost, rates)
     watch.seconds.clear()
     with mock.patch.object(Sampler, "sample", watch.around("sampling", Sampler.sample)):
         split_run = timed.run(batches(load, repeats))
@@ -201,11 +214,11 @@ def one_load(
         "load": load.name,
         "about": load.about,
         **rates.as_dict(),
-        "steps": len(best.steps),
-        "seconds": best.seconds,
+        "steps": len(median.steps),
+        "seconds": median.seconds,
         "floor_s": floor,
-        "share_of_floor": floor / best.seconds,
-        "tokens_per_s": best.num_output_tokens / best.seconds,
+        "share_of_floor": floor / median.seconds,
+        "tokens_per_s": median.num_output_tokens / median.seconds,
         "split": {kind: seconds / split_run.seconds for kind, seconds in split.items()},
     }
 
@@ -234,6 +247,7 @@ def add_http(
         command=(
             *(sys.executable, "-m", "serve.cli", "serve", str(options.model), "--dtype"),
             *(options.dtype, "--max-model-len", "2048", "--served-model-name", "smollm2"),
+            *(("--quantization", options.quantization) if options.quantization else ()),
             *("--disable-log-requests", "--port", str(port)),
         ),
     )
@@ -241,9 +255,9 @@ def add_http(
         loads.warm_up(server, seed=1)
         for load, row in zip(chosen, report["loads"], strict=True):
             seeds = range(10, 10 + options.repeats)
-            best = max(loads.run(server, load, s).summary.output_tokens_per_s for s in seeds)
-            row["http_tokens_per_s"] = best
-            row["http_share"] = best / row["tokens_per_s"]
+            rates = [loads.run(server, load, s).summary.output_tokens_per_s for s in seeds]
+            row["http_tokens_per_s"] = statistics.median(rates)
+            row["http_share"] = row["http_tokens_per_s"] / row["tokens_per_s"]
 
 
 def markdown(report: dict[str, Any]) -> str:

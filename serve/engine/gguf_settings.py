@@ -21,11 +21,21 @@ _ARRAY: Final = 9
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The .gguf file that `path` is, or the only one in a folder without config.json."""
+    """The .gguf file that `path` is, or the only one in a folder without config.json.
+
+    Raises ConfigError for a folder that has neither, or several.
+    """
     if not path.is_dir():
         return path
-    files = [] if (path / "config.json").exists() else list(path.glob("*.gguf"))
-    return files[0] if len(files) == 1 else None
+    if (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if not files:
+        raise ConfigError(f"{path}: neither config.json nor a .gguf file is here; not a model.")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ConfigError(f"{path}: several .gguf files ({names}); name the one to serve.")
+    return files[0]
 
 
 def read_gguf_settings(path: Path) -> dict[str, Any]:

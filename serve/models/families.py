@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from serve.errors import ConfigError
@@ -17,15 +18,21 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def read_spec(hf_config: Any) -> DecoderSpec | None:
+def read_spec(hf_config: Any, source: Path) -> DecoderSpec | None:
     """The spec of a transformers config object, or None when our decoder does not know the family
-    or a variant of it. Raises ConfigError for values no implementation could serve rightly."""
+    or a variant of it.
+
+    Raises ConfigError, naming `source`, for values no implementation could serve rightly.
+    """
     reader = _READERS.get(hf_config.model_type)
     if reader is None or _activation_name(hf_config) not in _ACTIVATIONS:
         return None
     if getattr(hf_config, "use_bidirectional_attention", False):
         return None
-    return reader(hf_config)
+    try:
+        return reader(hf_config)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _llama(config: Any) -> DecoderSpec:
@@ -87,7 +94,7 @@ def _common(config: Any) -> DecoderSpec:
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise ConfigError(
-            f"config.json: num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
     return DecoderSpec(
@@ -115,9 +122,7 @@ def config_head_dim(config: Any) -> int:
         head_dim = getattr(config, "head_dim", None)
         return int(head_dim or config.hidden_size // config.num_attention_heads)
     except AttributeError as error:
-        raise ConfigError(
-            f"config.json: only models with attention heads can be served ({error})"
-        ) from error
+        raise ConfigError(f"only models with attention heads can be served ({error})") from error
 
 
 def _layers(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
@@ -136,7 +141,7 @@ def _layers(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:
 def _window(config: Any) -> int | None:
     window: int | None = config.sliding_window
     if window is not None and window < 1:
-        raise ConfigError(f"config.json: sliding_window is {window} and must be positive")
+        raise ConfigError(f"sliding_window is {window} and must be positive")
     return window
 
 
@@ -149,7 +154,7 @@ def _layer_types(config: Any) -> list[str]:
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != config.num_hidden_layers:
         raise ConfigError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of "
+            f"layer_types must name full_attention or sliding_attention for each of "
             f"{config.num_hidden_layers} layers"
         )
     return list(types)

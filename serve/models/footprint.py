@@ -69,15 +69,16 @@ def read_footprint(
     device_type: str,
     impl: str,
     quantization: str | None = None,
+    attention_backend: str = "auto",
 ) -> Footprint:
     """Measure a model whose weights are in `dtype` or, on a CPU, quantized.
 
     `checkpoint` may be a dummy. Raises ConfigError as loading it would.
     """
-    check_quantization(quantization, device_type, "auto")
+    check_quantization(quantization, device_type, attention_backend)
     # As Device.compute_dtype, for a device that need not be here.
     compute_dtype = torch.float32 if device_type == "cpu" else dtype
-    spec = read_spec(checkpoint.hf_config) if impl != "transformers" else None
+    spec = read_spec(checkpoint.hf_config, checkpoint.path) if impl != "transformers" else None
     if spec is None and impl == "native":
         raise ConfigError(f"{checkpoint.path}: our decoder does not know this kind of model")
     if spec is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -44,7 +43,7 @@ def build_model(
     Raises ConfigError.
     """
     compute_dtype = compute_dtype or dtype
-    spec = read_spec(checkpoint.hf_config) if impl != "transformers" else None
+    spec = read_spec(checkpoint.hf_config, checkpoint.path) if impl != "transformers" else None
     if spec is not None:
         parameters = _load(checkpoint, spec, dtype, device, seed)
         return DecoderModel(spec, parameters, kernels, compute_dtype)
@@ -66,9 +65,12 @@ def build_model(
     )
 
 
-def head_dims(hf_config: Any) -> set[int]:
-    """Sizes of the attention heads a model will have, for choosing kernels."""
-    return {config_head_dim(hf_config.get_text_config())}
+def head_dims(checkpoint: Checkpoint) -> set[int]:
+    """Sizes of the attention heads a model will have, for choosing kernels. Raises ConfigError."""
+    try:
+        return {config_head_dim(checkpoint.hf_config.get_text_config())}
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint.path}: {error}") from error
 
 
 def _load(

@@ -141,18 +141,18 @@ def read_rope(parameters: Mapping[str, Any], head_dim: int, max_position: int) -
     """
     kind = _kind(parameters)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor is not supported for this model type")
+        raise ConfigError("partial_rotary_factor is not supported for this model type")
     try:
         scaling = _read_scaling(kind, parameters, max_position)
         spec = RopeSpec(head_dim, _theta(parameters), scaling)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"is wrong: {error}"
-        raise ConfigError(f"config.json: rope_parameters of kind {kind!r} {what}") from error
+        raise ConfigError(f"rope_parameters of kind {kind!r} {what}") from error
     if isinstance(scaling, LongScaling):
         for factors in (scaling.short_factors, scaling.long_factors):
             if len(factors) != head_dim // 2:
                 raise ConfigError(
-                    f"config.json: longrope needs {head_dim // 2} factors for head size "
+                    f"longrope needs {head_dim // 2} factors for head size "
                     f"{head_dim}, not {len(factors)}"
                 )
     return spec
@@ -164,9 +164,7 @@ def _kind(parameters: Mapping[str, Any]) -> str:
     named = [kind for kind in kinds if kind not in (None, "default")]
     kind = str(named[0]) if named else "default"
     if kind not in KINDS:
-        raise ConfigError(
-            f"config.json: RoPE kind {kind!r} is not supported; supported are {', '.join(KINDS)}"
-        )
+        raise ConfigError(f"RoPE kind {kind!r} is not supported; supported are {', '.join(KINDS)}")
     return kind
 
 

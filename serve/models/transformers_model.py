@@ -238,7 +238,10 @@ def load_transformers_model(
         for parameter in hf_model.parameters():
             parameter.copy_(parameter.to(dtype))
     try:
-        model = TransformersModel(hf_model, kernels, _max_position(config))
+        max_position = _max_position(config)
+        model = TransformersModel(hf_model, kernels, max_position)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint.path}: {error}") from error
     except (TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"{checkpoint.path}: model type {config.model_type!r} does not run over a paged "
@@ -295,7 +298,7 @@ def _max_position(config: Any) -> int:
     text = config.get_text_config()
     position = getattr(text, "max_position_embeddings", None)
     if position is None:
-        raise ConfigError("config.json: max_position_embeddings is missing")
+        raise ConfigError("max_position_embeddings is missing in its config.json")
     parameters = getattr(text, "rope_parameters", None) or {}
     kinds = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     lengths = []

@@ -78,6 +78,7 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
         device_type=device,
         impl=impl,
         quantization=quantization,
+        attention_backend=config.device.attention_backend,
     )
     dtype = torch.float32 if device == "cpu" else weights_dtype  # as Device.compute_dtype
     memory = options.memory or _memory_here(config.device, device)

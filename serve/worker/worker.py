@@ -62,7 +62,7 @@ class Worker:
             self._device.name,
             config.device.attention_backend,
             dtype=self._dtype,
-            head_dims=head_dims(checkpoint.hf_config),
+            head_dims=head_dims(checkpoint),
             block_size=config.cache.block_size,
             num_threads=self._device.num_threads,
             batch_invariant=config.device.batch_invariant,

@@ -63,7 +63,8 @@ def test_an_absent_peer_is_skipped_with_a_word(
 
 
 def test_a_floor_is_the_longer_of_reading_and_multiplying_step_by_step() -> None:
-    cost = roofline.model_cost([(10, 20), (1000, 20), (30, 20)], bytes_per_weight=2.0)
+    shapes = [(10, 20), (1000, 20), (30, 20)]
+    cost = roofline.model_cost([roofline.Matrix(*s, num_bytes=2 * s[0] * s[1]) for s in shapes])
     assert cost == roofline.ModelCost(41600, 2.0 * 40 * 20, 2.0 * 1000 * 20)
     rates = Rates(read_gb_s=1e-9 * 41600, gemm_gflop_s=1e-9 * 40000)  # a second to read it all
     assert roofline.floor_s([(1, 0)], cost, rates) == 1.0

@@ -133,7 +133,7 @@ class SharedModel:
             "cpu",
             backend,
             dtype=torch.float32,
-            head_dims=head_dims(self.checkpoint.hf_config),
+            head_dims=head_dims(self.checkpoint),
             block_size=16,
             num_threads=self.device.num_threads,
             quantization=quantization,

@@ -168,3 +168,12 @@ def test_a_folder_that_holds_one_gguf_file_and_no_config_means_that_file(tmp_pat
     assert find_gguf(file) == find_gguf(tmp_path) == file
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path) is None
+
+
+def test_ops_13_a_folder_without_a_model_or_with_several_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither config\.json nor a \.gguf file"):
+        find_gguf(tmp_path)
+    for name in ("b.gguf", "a.gguf"):
+        byte_level(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"several \.gguf files \(a\.gguf, b\.gguf\); name the"):
+        find_gguf(tmp_path)

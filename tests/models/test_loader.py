@@ -441,4 +441,4 @@ def test_native_is_refused_where_our_decoder_does_not_know_the_model(tmp_path: P
 
 
 def test_head_sizes_are_known_before_the_model_is_built(folder: Path) -> None:
-    assert head_dims(open_checkpoint(folder, "auto").hf_config) == {8}
+    assert head_dims(open_checkpoint(folder, "auto")) == {8}

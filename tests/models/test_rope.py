@@ -131,7 +131,7 @@ def test_gemma3_scales_its_global_layers_only_and_keeps_its_context_length(tmp_p
 
     assert (found - full_logits(hf_model, LONG)).abs().max() < 1e-4
     assert model.max_position == 64
-    spec = read_spec(open_checkpoint(tmp_path, "auto").hf_config)
+    spec = read_spec(open_checkpoint(tmp_path, "auto").hf_config, tmp_path)
     assert spec is not None
     assert [layer.rope.scaling for layer in spec.layers] == [None, LinearScaling(8.0), None]
 

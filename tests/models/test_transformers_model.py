@@ -11,7 +11,7 @@ import torch
 from serve.errors import ConfigError
 from serve.kernels import reference
 from serve.kernels.base import BackendLimits
-from serve.models.checkpoint import open_checkpoint
+from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.registry import build_model, head_dims
 from tests.tiny_models import (
     MIXED_SCHEDULE,
@@ -91,11 +91,12 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path, load_format="dummy")
 
 
-def test_head_sizes_are_unknown_where_there_are_no_heads() -> None:
+def test_head_sizes_are_unknown_where_there_are_no_heads(tmp_path: Path) -> None:
     from transformers import MambaConfig
 
-    with pytest.raises(ConfigError, match="only models with attention heads"):
-        head_dims(MambaConfig())
+    checkpoint = Checkpoint(tmp_path, "dummy", MambaConfig(), torch.float32, ())
+    with pytest.raises(ConfigError, match=f"{tmp_path}: only models with attention heads"):
+        head_dims(checkpoint)
 
 
 def test_head_sizes_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:

@@ -210,11 +210,15 @@ def test_16_bits_on_a_cpu_are_the_weights_alone(dtype: str, tmp_path: Path) -> N
 def test_int8_is_planned_on_a_cpu_and_refused_where_the_engine_has_none(tmp_path: Path) -> None:
     save_model(tmp_path)
     model = ModelConfig(quantization="int8")
+    with_reference = config(model=model)
+    compiled = replace(with_reference, device=DeviceConfig(device="cpu", attention_backend="cpu"))
 
-    capacity = plan_capacity(config(model=model), PlanConfig(), tmp_path)
+    capacity = plan_capacity(compiled, PlanConfig(), tmp_path)
 
     wide = plan_capacity(config(), PlanConfig(), tmp_path)
     assert capacity.dtype == "int8"
     assert capacity.footprint.weight_bytes < wide.footprint.weight_bytes / 2
     with pytest.raises(ConfigError, match="--quantization int8: only the cpu kernels"):
         plan_capacity(config(model=model, device="cuda"), PlanConfig(memory=Count("2G")), tmp_path)
+    with pytest.raises(ConfigError, match="--quantization int8: only the cpu kernels"):
+        plan_capacity(with_reference, PlanConfig(), tmp_path)

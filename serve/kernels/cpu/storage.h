@@ -80,21 +80,26 @@ class Nibbles {
   const uint8_t* words_;
 };
 
-template <class Reader, class Use, int J = 0>
-inline __attribute__((always_inline)) void each_weight(Reader& reader, Use use) {
-  reader.template begin_group<J>();
+// use(k, panel, weights) for each of a block's k, of P panels abreast.
+template <int P, class Reader, class Use, int J = 0>
+inline __attribute__((always_inline)) void each_weight(Reader (&readers)[P], Use use) {
 #pragma GCC unroll 4
-  for (int g = 0; g < 4; ++g) use(4 * J + g, reader.template weight<J>(g));
-  if constexpr (J < 7) each_weight<Reader, Use, J + 1>(reader, use);
+  for (int p = 0; p < P; ++p) readers[p].template begin_group<J>();
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) use(4 * J + g, p, readers[p].template weight<J>(g));
+  }
+  if constexpr (J < 7) each_weight<P, Reader, Use, J + 1>(readers, use);
 }
 
 // Blocks of one panel as fp32, [depth, 16].
 template <class Reader>
 __attribute__((noinline)) void unpack(const uint8_t* blocks, int64_t depth, float* wide) {
-  Reader reader;
+  Reader reader[1];
   for (int64_t k = 0; k < depth; k += kBlock, blocks += Reader::kBytes, wide += kBlock * kLanes) {
-    reader.begin(blocks);
-    each_weight(reader, [&](int i, Vec weights) { store(wide + i * kLanes, weights); });
+    reader[0].begin(blocks);
+    each_weight(reader, [&](int i, int, Vec weights) { store(wide + i * kLanes, weights); });
   }
 }
 
@@ -107,19 +112,6 @@ template <class Reader>
 inline void fetch_block(const uint8_t* block) {
 #pragma GCC unroll 16
   for (int64_t at = 0; at < Reader::kBytes; at += 64) _mm_prefetch(block + at, _MM_HINT_T0);
-}
-
-// The same for P panels abreast: use(k, panel, weights).
-template <int P, class Reader, class Use, int J = 0>
-inline __attribute__((always_inline)) void each_weight_abreast(Reader (&readers)[P], Use use) {
-#pragma GCC unroll 4
-  for (int p = 0; p < P; ++p) readers[p].template begin_group<J>();
-#pragma GCC unroll 4
-  for (int g = 0; g < 4; ++g) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) use(4 * J + g, p, readers[p].template weight<J>(g));
-  }
-  if constexpr (J < 7) each_weight_abreast<P, Reader, Use, J + 1>(readers, use);
 }
 
 // multiply_tile for R rows and P panels, `panel_bytes` apart, straight from blocks.
@@ -140,7 +132,7 @@ __attribute__((noinline)) void multiply_blocks(const float* rows, int64_t row_st
       readers[p].begin(blocks + p * panel_bytes);
       fetch_block<Reader>(blocks + p * panel_bytes + kFetchAhead);
     }
-    each_weight_abreast<P>(readers, [&](int i, int p, Vec weights) {
+    each_weight(readers, [&](int i, int p, Vec weights) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         acc[r][p] = fma(splat(rows[r * row_stride + k + i]), weights, acc[r][p]);
@@ -163,11 +155,11 @@ __attribute__((noinline)) void multiply_register(const float* rows, int64_t row_
   Register acc[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r] = splat_register(0.0f);
-  Reader reader;
+  Reader reader[1];
   for (int64_t k = 0; k < depth; k += kBlock, blocks += Reader::kBytes) {
-    reader.begin(blocks);
+    reader[0].begin(blocks);
     fetch_block<Reader>(blocks + kFetchAhead);
-    each_weight(reader, [&](int i, Vec weights) {
+    each_weight(reader, [&](int i, int, Vec weights) {
       const Register lanes = register_of<I>(weights);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
