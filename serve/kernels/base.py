@@ -43,6 +43,9 @@ class ForwardContext:
     depend on the length (dynamic, longrope): `CausalModel.needs_prompt_lens`."""
     kv_scales: Sequence[Tensor] | None = None
     """Per layer [2, num_kv_heads] fp32, for an e4m3 cache: what its keys and values are times."""
+    logits_indices: Tensor | None = None
+    """[S] int64, ascending: the tokens whose hidden states are asked for; None means all. Of the
+    others a model needs keys and values only, so its last layer may leave out the rest."""
 
     def scales_of(self, layer: int) -> Tensor | None:
         """The scales of one layer's cache, if it has any."""

@@ -27,7 +27,8 @@ class CausalModel(Protocol):
     needs_prompt_lens: bool  # ForwardContext.prompt_lens must be given
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 → [T, hidden]; writes this step's K/V into ctx.kv."""
+        """[T] int64 → [T, hidden], or [S, hidden] of ctx.logits_indices; writes this step's K/V
+        into ctx.kv."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] → [S, vocab] fp32."""

@@ -46,7 +46,7 @@ class DecoderModel:
         self._stack: DecoderStack = fuse(decoder) if fuse else LayerByLayer(decoder, kernels)
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 → [T, hidden], final norm applied."""
+        """[T] int64 → [T or S, hidden], final norm applied."""
         residual = F.embedding(token_ids, self._embedding).to(self._dtype)
         if self._embedding_scale is not None:
             residual = residual * self._embedding_scale

@@ -157,4 +157,4 @@ class LayerByLayer:
         normed = self._rms_norm(residual, self._first_norm, self._eps)
         for layer, rope in zip(self._layers, self._ropes, strict=True):
             normed, residual = layer.forward(normed, residual, ropes[rope], ctx)
-        return normed
+        return normed if ctx.logits_indices is None else normed[ctx.logits_indices]

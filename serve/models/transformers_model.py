@@ -45,9 +45,10 @@ class TransformersModel:
         self._cache_index = {layer: index for index, layer in enumerate(shapes)}
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 → [T, hidden]."""
+        """[T] int64 → [T or S, hidden]."""
         step = _Step(self._backend, ctx, self._cache_index)
-        return self._run_base(token_ids, ctx.positions, step)
+        hidden = self._run_base(token_ids, ctx.positions, step)
+        return hidden if ctx.logits_indices is None else hidden[ctx.logits_indices]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] → [S, vocab] fp32, through whatever the model does after its layers."""

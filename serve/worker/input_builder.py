@@ -22,13 +22,12 @@ from serve.worker.uploads import Uploads
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """Which requests get a next token from this step, and where its logits come from."""
+    """Which requests get a next token from this step."""
 
     request_ids: list[str]
     rows: Rows  # [S]
     positions: Rows  # [S]; where the new token will stand in its request
     rows_on_device: Tensor  # [S] int64
-    tokens: Tensor  # [S] int64; index of each request's last token among the step's T
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class ModelInput:
     positions: Tensor  # [T] int64
     prompt_lens: Tensor  # [T] int64
     attention: AttentionMetadata
+    logits_indices: Tensor  # [S] int64; the last token of each request that is sampled
     sample: SampleInput | None
     prompt_scores: list[PromptScoreInput]
 
@@ -133,12 +133,12 @@ class InputBuilder:
                 query_lens_host=query_lens_host,
                 seq_lens_host=seq_lens_host,
             ),
+            logits_indices=last_tokens,
             sample=SampleInput(
                 request_ids=[layout.entries[i].request_id for i in sampling.tolist()],
                 rows=rows[sampling],
                 positions=seq_lens[sampling],
                 rows_on_device=sample_rows,
-                tokens=last_tokens,
             )
             if sampling.size
             else None,

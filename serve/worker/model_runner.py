@@ -132,8 +132,8 @@ class ModelRunner:
             return self._run_model(step)
         if step.sample is None:
             return PendingStep([], None, None, {}, [])
-        if len(step.sample.request_ids) < len(logits):
-            logits = logits[step.sample.tokens]
+        if len(step.logits_indices) < len(logits):
+            logits = logits[step.logits_indices]
         return self._sample(logits, step.sample, [])
 
     def _lose(self, plan: SchedulerOutput) -> None:
@@ -141,16 +141,18 @@ class ModelRunner:
 
     def _run_model(self, step: ModelInput) -> PendingStep:
         storage = self._storage
+        # In a decode step the tokens to sample from are all there are.
+        wants_all = bool(step.prompt_scores) or len(step.logits_indices) == len(step.token_ids)
         context = ForwardContext(
-            storage.layers, step.attention, step.positions, step.prompt_lens, storage.scales
+            *(storage.layers, step.attention, step.positions, step.prompt_lens, storage.scales),
+            logits_indices=None if wants_all else step.logits_indices,
         )
         hidden = self._model.forward(step.token_ids, context)
         prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
         if step.sample is None:
             return PendingStep([], None, None, {}, prompts)
-        # Each request's last token; in a decode step these are all there are.
-        if len(step.sample.request_ids) < len(hidden):
-            hidden = hidden[step.sample.tokens]
+        if len(step.logits_indices) < len(hidden):
+            hidden = hidden[step.logits_indices]
         return self._sample(self._model.logits(hidden), step.sample, prompts)
 
     def _sample(

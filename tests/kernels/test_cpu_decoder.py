@@ -95,6 +95,26 @@ def test_fused_layers_have_the_bits_of_single_operations(
         assert torch.equal(fused_kv.nan_to_num(), single_kv.nan_to_num())
 
 
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("wanted", [[1], [0, 6], [1, 4, 20, 36], [], list(range(37))])
+def test_leaving_out_tokens_changes_no_bit_of_the_others_nor_of_the_cache(
+    gemma: bool, wanted: list[int]
+) -> None:
+    kernels = compiled()
+    assert kernels.fuse_decoder is not None
+    run = kernels.fuse_decoder(decoder(gemma=gemma))
+    every, some = context(LENS), context(LENS)
+    hidden = torch.randn(37, HIDDEN)
+    indices = torch.tensor(wanted, dtype=torch.int64)
+
+    expected = run(hidden.clone(), ropes(every.positions), every)
+    found = run(hidden.clone(), ropes(some.positions), replace(some, logits_indices=indices))
+
+    assert torch.equal(found, expected[indices])
+    for some_kv, every_kv in zip(some.kv, every.kv, strict=True):
+        assert torch.equal(some_kv.nan_to_num(), every_kv.nan_to_num())
+
+
 def test_a_prompt_in_chunks_has_the_bits_of_a_whole_one_on_any_number_of_threads() -> None:
     parts = decoder(gemma=False)
     hidden = torch.randn(100, HIDDEN)

@@ -45,13 +45,16 @@ def test_only_shares_that_reach_the_end_are_sampled() -> None:
     step = plan(
         [share("a", 2, [12, 13], samples=False), share("b", 5, [25]), share("c", 0, [3, 4])]
     )
-    sample = build(step, [4], [7, 3], [1]).sample
+    built = build(step, [4], [7, 3], [1])
+    sample = built.sample
     assert sample is not None
     assert sample.request_ids == ["b", "c"]
-    assert sample.tokens.tolist() == [0, 4]
+    assert built.logits_indices.tolist() == [0, 4]
     assert sample.positions.tolist() == [6, 2]
     assert sample.rows.tolist() == sample.rows_on_device.tolist() == [1, 2]
-    assert build(plan([share("a", 0, [1], samples=False)]), [4]).sample is None
+    without = build(plan([share("a", 0, [1], samples=False)]), [4])
+    assert without.sample is None
+    assert without.logits_indices.tolist() == []
 
 
 def test_tokens_still_in_flight_come_from_the_rows() -> None:

@@ -110,8 +110,10 @@ struct ServeStep {
   float* const* values;  // per layer
   const ServeRope* ropes;
   int64_t block_size, num_tokens;
-  float* residual;  // [num_tokens, hidden]: embeddings; changed
-  float* out;       // [num_tokens, hidden]: final norm applied
+  float* residual;       // [num_tokens, hidden]: embeddings; changed
+  const int64_t* wanted;  // [num_wanted], ascending: the tokens to give out; not read if all are
+  int64_t num_wanted;
+  float* out;            // [num_wanted, hidden]: final norm applied
 };
 
 // All layers of a decoder: the functions above in the order of models/decoder.py, without the way

@@ -1,6 +1,7 @@
 // A whole decoder in one call: what models/decoder.py does with single operations, in that order and
 // with the same bits.
 #include <algorithm>
+#include <vector>
 
 #include "api.h"
 #include "pool.h"
@@ -28,7 +29,7 @@ class Decoder {
     for (int64_t i = 0; i < d_.num_layers; ++i) {
       const ServeLayer& layer = d_.layers[i];
       const bool last = i + 1 == d_.num_layers;
-      attend(layer, i);
+      attend(layer, i, last && step_.num_wanted < num_tokens_);
       add_norm(layer.after_attention, layer.before_mlp, normed_);
       multiply_gated(layer);
       add_norm(layer.after_mlp, last ? d_.final_norm : d_.layers[i + 1].before_attention,
@@ -37,7 +38,9 @@ class Decoder {
   }
 
  private:
-  void attend(const ServeLayer& layer, int64_t index) {
+  // With `narrow`, only the wanted tokens go on once the keys and values of all are written: of a
+  // prompt chunk in the last layer that leaves a token or none.
+  void attend(const ServeLayer& layer, int64_t index, bool narrow) {
     const int64_t width = heads_width_ + 2 * kv_width_;
     float* query = wide_;
     float* key = query + heads_width_;
@@ -57,8 +60,41 @@ class Decoder {
                            step_.block_size};
     serve_write_kv(&pool_, &cache, key, value, width, width, step_.slots, num_tokens_);
     const ServeAttention attention{d_.num_heads, layer.window, d_.scale, d_.softcap, nullptr};
-    serve_attend(&pool_, &cache, step_.batch, &attention, query, width, attended);
+    ServeBatch batch = *step_.batch;
+    if (narrow) {
+      keep_wanted(query, width, heads_width_);
+      keep_wanted(step_.residual, d_.hidden, d_.hidden);
+      batch = batch_of_wanted();
+      num_tokens_ = step_.num_wanted;
+    }
+    serve_attend(&pool_, &cache, &batch, &attention, query, width, attended);
     multiply(layer.output, attended, output_);
+  }
+
+  // Moves the wanted rows to the front.
+  void keep_wanted(float* rows, int64_t stride, int64_t width) {
+    for (int64_t i = 0; i < step_.num_wanted; ++i) {
+      std::copy_n(rows + step_.wanted[i] * stride, width, rows + i * stride);
+    }
+  }
+
+  // Every wanted token as a request of one token, at its own position.
+  ServeBatch batch_of_wanted() {
+    const ServeBatch& all = *step_.batch;
+    tables_.resize(static_cast<size_t>(step_.num_wanted * all.table_stride));
+    int64_t request = 0;
+    for (int64_t i = 0; i < step_.num_wanted; ++i) {
+      const int64_t token = step_.wanted[i];
+      while (all.query_start[request + 1] <= token) ++request;
+      const int64_t len = all.seq_lens[request] - (all.query_start[request + 1] - 1 - token);
+      starts_.push_back(static_cast<int32_t>(i));
+      lens_.push_back(static_cast<int32_t>(len));
+      std::copy_n(all.block_table + request * all.table_stride,
+                  (len + step_.block_size - 1) / step_.block_size,
+                  tables_.data() + i * all.table_stride);
+    }
+    starts_.push_back(static_cast<int32_t>(step_.num_wanted));
+    return {starts_.data(), lens_.data(), tables_.data(), all.table_stride, step_.num_wanted};
   }
 
   void multiply_gated(const ServeLayer& layer) {
@@ -88,8 +124,9 @@ class Decoder {
   Pool& pool_;
   const ServeDecoder& d_;
   const ServeStep& step_;
-  const int64_t num_tokens_;
+  int64_t num_tokens_;
   int64_t heads_width_, kv_width_;
+  std::vector<int32_t> starts_, lens_, tables_;  // of the wanted tokens
   float *normed_, *output_, *wide_;
 };
 

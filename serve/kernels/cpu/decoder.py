@@ -49,16 +49,20 @@ class FusedDecoder:
     def __call__(
         self, residual: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], ctx: ForwardContext
     ) -> Tensor:
-        residual, out = as_rows(residual), torch.empty_like(residual)
-        meta = ctx.attention
+        residual = as_rows(residual)
+        meta, wanted = ctx.attention, ctx.logits_indices
         assert meta.slot_mapping.dtype is torch.int64
+        assert wanted is None or wanted.dtype is torch.int64
+        num_wanted = len(residual) if wanted is None else len(wanted)
+        out = residual.new_empty(num_wanted, residual.shape[1])
         if ctx.kv is not self._cache:
             self._cache, self._starts = ctx.kv, _starts(ctx.kv)
         step = Step(
             *(pointer(batch_of(meta)), meta.slot_mapping.data_ptr()),
             *self._starts,
             *((RopeTable * len(ropes))(*map(_rope, ropes)), ctx.kv[0].shape[3]),
-            *(residual.shape[0], residual.data_ptr(), out.data_ptr()),
+            *(residual.shape[0], residual.data_ptr()),
+            *(None if wanted is None else wanted.data_ptr(), num_wanted, out.data_ptr()),
         )
         self._library.decode(self._library.pool, byref(self._decoder), byref(step))
         return out

@@ -105,6 +105,8 @@ class Step(ctypes.Structure):
         ("block_size", c_int64),
         ("num_tokens", c_int64),
         ("residual", c_void_p),
+        ("wanted", c_void_p),
+        ("num_wanted", c_int64),
         ("out", c_void_p),
     )
 
