@@ -152,7 +152,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     """Most requests running at once."""
     max_num_batched_tokens: Count | None = None
-    """Token budget of a step; auto: 2048, or 8192 on GPUs of 70 GiB and more."""
+    """Token budget of a step; auto: 2048, or 8192 on GPUs of 70 GiB and more, 256 on a CPU, and no
+    less than max-num-seqs."""
     enable_chunked_prefill: bool = True
     """Split prompts across steps to share the budget with decodes; off: whole prompts only."""
     long_prefill_token_threshold: int = 0

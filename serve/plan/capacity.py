@@ -14,13 +14,18 @@ from serve.models.footprint import Footprint, read_footprint
 from serve.plan.settings import PlanConfig
 from serve.worker import host_memory
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.device import cpu_pool_bytes, find_device, gpu_share, gpu_token_budget
+from serve.worker.device import (
+    CPU_TOKEN_BUDGET,
+    cpu_pool_bytes,
+    find_device,
+    gpu_share,
+    gpu_token_budget,
+)
 from serve.worker.kv_precision import cache_dtype
 from serve.worker.worker import model_impl
 
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)  # context, libraries' workspaces: what torch does not hold
 _SAMPLING_COPIES = 4  # of the logits in fp32: as computed, edited, probabilities, sorted or masked
-_CPU_TOKEN_BUDGET = 2048
 _UNKNOWN_HOST_BYTES = 1 << 60
 _USUAL_LENGTHS = (1024, 4096, 16_384, 65_536)
 
@@ -83,7 +88,7 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
     dtype = torch.float32 if device == "cpu" else weights_dtype  # as Device.compute_dtype
     memory = options.memory or _memory_here(config.device, device)
     longest = longest_wanted(config, footprint.max_position)
-    default_budget = gpu_token_budget(memory) if device == "cuda" else _CPU_TOKEN_BUDGET
+    default_budget = gpu_token_budget(memory) if device == "cuda" else CPU_TOKEN_BUDGET
     budget = token_budget(config.scheduler, default_budget, longest)
     step = _step_bytes(footprint, dtype, budget, config.scheduler.max_num_seqs)
     context = _CUDA_CONTEXT_BYTES if device == "cuda" else 0

@@ -74,7 +74,7 @@ def longest_wanted(config: EngineConfig, model_max_len: int) -> int:
 
 def token_budget(config: SchedulerConfig, default: int, max_model_len: int) -> int:
     """Most tokens of one step. Without chunking the longest prompt must fit into one."""
-    asked = config.max_num_batched_tokens
+    asked, default = config.max_num_batched_tokens, max(default, config.max_num_seqs)
     if config.enable_chunked_prefill:
         return asked or default
     if asked is not None and asked < max_model_len:

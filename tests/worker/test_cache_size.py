@@ -112,6 +112,7 @@ def test_swap_mode_without_swap_space_is_refused_but_auto_recomputes() -> None:
 
 def test_the_token_budget_is_as_asked_or_the_devices_and_covers_whole_prompts() -> None:
     assert token_budget(SchedulerConfig(), 2048, 8192) == 2048
+    assert token_budget(SchedulerConfig(max_num_seqs=300), 256, 8192) == 300
     assert token_budget(SchedulerConfig(max_num_batched_tokens=Count(7)), 2048, 8192) == 7
     whole = SchedulerConfig(enable_chunked_prefill=False)
     assert token_budget(whole, 2048, 8192) == 8192

@@ -61,7 +61,7 @@ def test_sch_26_a_cpu_only_start_sizes_its_pool_and_answers(
     assert info.num_blocks == 3 * MAX_MODEL_LEN // 16  # memory is plenty for so small a model
     assert info.num_host_blocks == 0
     assert info.max_model_len == MAX_MODEL_LEN
-    assert info.max_num_batched_tokens == 2048
+    assert info.max_num_batched_tokens == 256
     assert (info.device, info.dtype, info.attention_backend) == ("cpu", "float32", "reference")
 
     prompt = [5, 6, 7]
