@@ -84,6 +84,10 @@ class StaticBatcher:
         ids = torch.tensor([[0] * pad + r.prompt for pad, r in zip(pads, batch, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (longest_prompt - pad) for pad in pads])
         steps = max(request.max_tokens for request in batch)
+        # Counted before the answers go out: who has the last of them may read the counters at once.
+        self.batches += 1
+        self.computed_tokens += steps * len(batch)
+        self.useful_tokens += sum(request.max_tokens for request in batch)
         writer = _BatchWriter(batch, self.tokenizer)
         with torch.inference_mode():
             self._model.generate(
@@ -95,9 +99,6 @@ class StaticBatcher:
                 pad_token_id=0,
                 streamer=writer,
             )
-        self.batches += 1
-        self.computed_tokens += steps * len(batch)
-        self.useful_tokens += sum(request.max_tokens for request in batch)
 
 
 class _BatchWriter(BaseStreamer):
