@@ -23,19 +23,20 @@ _ARRAY: Final = 9
 def find_gguf(path: Path) -> Path | None:
     """The .gguf file that `path` is, or the only one in a folder without config.json.
 
-    Raises ConfigError for a folder that has neither, or several.
+    Raises ConfigError for a folder that holds several, or nothing that a model or a tokenizer alone
+    would have.
     """
     if not path.is_dir():
         return path
     if (path / "config.json").exists():
         return None
     files = sorted(path.glob("*.gguf"))
-    if not files:
+    if not files and not any(path.glob("*.json")) and not any(path.glob("*.model")):
         raise ConfigError(f"{path}: neither config.json nor a .gguf file is here; not a model.")
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ConfigError(f"{path}: several .gguf files ({names}); name the one to serve.")
-    return files[0]
+    return files[0] if files else None
 
 
 def read_gguf_settings(path: Path) -> dict[str, Any]:
