@@ -48,9 +48,11 @@ def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) -> None:
     # Triton 3.6 stores one register of this kernel on sm_100; 3.9 none.
-    known = {"heads e4m3=False bf16": 1} if triton.__version__.startswith("3.6.") else {}
+    known = (
+        {("cuda:100", "heads e4m3=False bf16")} if triton.__version__.startswith("3.6.") else set()
+    )
     for report in reports:
-        assert report["spills"] <= known.get(report["label"], 0), report
+        assert report["spills"] <= ((report["target"], report["label"]) in known), report
         assert report["shared_bytes"] <= SHARED_LIMIT[report["target"]], report
 
 
@@ -79,9 +81,11 @@ def test_every_configuration_compiles_and_fits(target: str) -> None:
         assert report["shared_bytes"] <= SHARED_LIMIT[target], report
         assert report["wide_load_bytes"] >= report["kv_tile_bytes"], report
         if "fp32" not in report["label"]:
-            rare = any(form in report["label"] for form in ("HAS_SOFTCAP", "HAS_SINKS"))
-            # On sm_80, softcap's tanh costs 7 stores beside 128 products, window with sinks 1.
-            assert report["spills"] <= (8 if rare else 0), report
+            # Softcap's tanh takes sm_80 past its registers by a few stores, beside 128 products;
+            # window with sinks by one.
+            with_sinks = target == "cuda:80" and "HAS_SINKS" in report["label"]
+            allowed = 8 if "HAS_SOFTCAP" in report["label"] else int(with_sinks)
+            assert report["spills"] <= allowed, report
             assert report["matrix_instructions"] > 0 or not report["kv_tile_bytes"], report
 
 
