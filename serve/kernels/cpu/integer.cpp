@@ -228,12 +228,9 @@ void multiply_integers(Pool& pool, const float* rows, int64_t num_rows, int64_t 
   });
 
   const int64_t num_panels = (out + kLanes - 1) / kLanes;
-  // Chunks of at least 16 KiB of weights, several per thread so that a disturbed thread can be
-  // helped out.
-  const int64_t per_thread = num_panels / (pool.num_threads() * 4);
-  const int64_t size = std::max(per_thread, (1 << 14) / (pairs * kPairBytes)) + 1;
-  pool.run((num_panels + size - 1) / size, [&](int64_t chunk, int thread) {
-    const int64_t first = chunk * size, last = std::min(first + size, num_panels);
+  const int64_t num_bytes = num_panels * pairs * kPairBytes;
+  pool.run_ranges(num_panels, pool.chunks_worth(num_bytes),
+                  [&](int64_t first, int64_t last, int thread) {
     if (num_rows <= kMaxTileRows) return few_rows(s, first, last);
     float* wide = pool.scratch(thread, kSegmentsPerSpan * kPairsPerSegment * kLanes);
     many_rows(s, first, last, reinterpret_cast<int16_t*>(wide));

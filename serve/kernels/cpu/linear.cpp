@@ -80,11 +80,18 @@ void multiply_panels(const Shape& s, const uint8_t* packed, int64_t panel, const
   }
 }
 
+// Panels that are read abreast, where one's few accumulators would wait for fma.
+template <class Storage>
+constexpr int panels_abreast(int64_t rows) {
+  if (Storage::kDepth == kPlain) return rows >= 4 ? 1 : static_cast<int>(4 / rows);
+  return rows == 1 ? 2 : 1;
+}
+
 // So few rows that memory, or the unpacking of blocks, is the limit: weights are read in registers
-// only. Where few accumulators would wait for fma, several panels are read abreast.
+// only.
 template <int R, class Storage>
 void few_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64_t last_panel) {
-  constexpr int P = Storage::kDepth == kPlain ? 4 / R : R == 1 ? 2 : 1;
+  constexpr int P = panels_abreast<Storage>(R);
   int64_t panel = first_panel;
   for (; panel + P <= last_panel && (panel + P) * kLanes <= s.out; panel += P) {
     multiply_panels<R, P, Storage>(s, packed, panel, {s.result + panel * kLanes, s.out});
@@ -187,13 +194,9 @@ template <class Storage>
 void multiply(Pool& pool, const Shape& s, const void* weights) {
   auto packed = static_cast<const uint8_t*>(weights);
   const int64_t num_panels = (s.out + kLanes - 1) / kLanes;
-  // Chunks of at least 16 KiB of weights, several per thread so that a disturbed thread can be
-  // helped out, and a multiple of the panels that are read abreast.
-  const int64_t per_thread = num_panels / (pool.num_threads() * 4);
-  const int64_t worth_it = (1 << 14) * Storage::kDepth / (s.in * Storage::kBytes);
-  const int64_t size = (std::max(per_thread, worth_it) + 4) / 4 * 4;
-  pool.run((num_panels + size - 1) / size, [&](int64_t chunk, int thread) {
-    const int64_t first = chunk * size, last = std::min(first + size, num_panels);
+  const int64_t abreast = panels_abreast<Storage>(s.num_rows);
+  const int64_t num_bytes = num_panels * s.in / Storage::kDepth * Storage::kBytes;
+  auto multiply_panels_between = [&](int64_t first, int64_t last, int thread) {
     if (s.num_rows <= kFewRows<Storage>) {
       with_rows<1, kFewRows<Storage>>(s.num_rows, [&]<int R>() {
         few_rows<R, Storage>(s, packed, first, last);
@@ -205,7 +208,12 @@ void multiply(Pool& pool, const Shape& s, const void* weights) {
     if (s.bias) {
       add_bias(s, 0, s.num_rows, first * kLanes, std::min(last * kLanes, s.out));
     }
-  });
+  };
+  pool.run_ranges((num_panels + abreast - 1) / abreast, pool.chunks_worth(num_bytes),
+                  [&](int64_t first, int64_t last, int thread) {
+                    multiply_panels_between(first * abreast, std::min(last * abreast, num_panels),
+                                            thread);
+                  });
 }
 
 }  // namespace
