@@ -229,7 +229,7 @@ void multiply_integers(Pool& pool, const float* rows, int64_t num_rows, int64_t 
 
   const int64_t num_panels = (out + kLanes - 1) / kLanes;
   const int64_t num_bytes = num_panels * pairs * kPairBytes;
-  pool.run_ranges(num_panels, pool.chunks_worth(num_bytes),
+  pool.run_ranges(num_panels, pool.chunks_worth(num_rows, num_bytes),
                   [&](int64_t first, int64_t last, int thread) {
     if (num_rows <= kMaxTileRows) return few_rows(s, first, last);
     float* wide = pool.scratch(thread, kSegmentsPerSpan * kPairsPerSegment * kLanes);

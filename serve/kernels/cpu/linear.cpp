@@ -138,14 +138,20 @@ void multiply_segment(const Segment& segment, const Rows& rows, const Target& ou
       };
       if constexpr (Storage::kDepth == kPlain && !std::is_same_v<Storage, Float32>) {
         using Weight = typename Storage::Weight;
+        auto weights_at = reinterpret_cast<const Weight*>(segment.weights);
+        if (tiles == 1) {
+          return multiply(weights_at, [=](const Weight* p, int64_t i, int) {
+            _mm_prefetch(ahead + i * step, _MM_HINT_T0);
+            return Storage{}(p, i, 0);
+          });
+        }
         if (row == 0) {
-          return multiply(reinterpret_cast<const Weight*>(segment.weights),
-                          [=](const Weight* p, int64_t i, int) {
-                            _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-                            Vec weights = Storage{}(p, i, 0);
-                            store(wide + i * kLanes, weights);
-                            return weights;
-                          });
+          return multiply(weights_at, [=](const Weight* p, int64_t i, int) {
+            _mm_prefetch(ahead + i * step, _MM_HINT_T0);
+            Vec weights = Storage{}(p, i, 0);
+            store(wide + i * kLanes, weights);
+            return weights;
+          });
         }
       }
       multiply(stored_wide, [=](const float* p, int64_t i, int) {
@@ -209,7 +215,7 @@ void multiply(Pool& pool, const Shape& s, const void* weights) {
       add_bias(s, 0, s.num_rows, first * kLanes, std::min(last * kLanes, s.out));
     }
   };
-  pool.run_ranges((num_panels + abreast - 1) / abreast, pool.chunks_worth(num_bytes),
+  pool.run_ranges((num_panels + abreast - 1) / abreast, pool.chunks_worth(s.num_rows, num_bytes),
                   [&](int64_t first, int64_t last, int thread) {
                     multiply_panels_between(first * abreast, std::min(last * abreast, num_panels),
                                             thread);

@@ -14,6 +14,11 @@ namespace serve {
 
 constexpr int kLanes = 16;
 
+inline __m256i load_256(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+
 #if defined(__AVX512F__)
 
 constexpr int kMaxTileRows = 12;  // 12 rows x 2 panels = 24 of 32 registers
@@ -65,9 +70,9 @@ inline __m256 low_half(Vec a) { return _mm512_castps512_ps256(a.v); }
 inline __m256 high_half(Vec a) {
   return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
 }
-inline Vec widen_half(__m256i h) { return {_mm512_cvtph_ps(h)}; }
-inline Vec widen_bfloat(__m256i h) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+inline Vec widen_halves(const void* p) { return {_mm512_cvtph_ps(load_256(p))}; }
+inline Vec widen_bfloats(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16))};
 }
 // Nibble J of sixteen words: q * 16^J, or q for the topmost.
 template <int J>
@@ -77,7 +82,9 @@ inline Vec nibble(const void* words) {
                      : _mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(15u << (4 * J))));
   return {_mm512_cvtepi32_ps(q)};
 }
-inline Vec widen_signed_byte(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))}; }
+inline Vec widen_signed_bytes(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(p)))};
+}
 
 #else
 
@@ -144,15 +151,17 @@ inline Vec select_range(Vec a, Vec b, int first, int last) {
 }
 inline __m256 low_half(Vec a) { return a.lo; }
 inline __m256 high_half(Vec a) { return a.hi; }
-inline Vec widen_half(__m256i h) {
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
-          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+// Each half is widened straight from memory: taking it out of a whole register first costs a tile of
+// six rows 9.8 instead of 6.9 cycles per k (Zen 3).
+inline Vec widen_halves(const void* p) {
+  auto halves = static_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(load_128(halves)), _mm256_cvtph_ps(load_128(halves + 1))};
 }
-inline __m256 widen_bfloat(__m128i h) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+inline __m256 widen_eight_bfloats(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p)), 16));
 }
-inline Vec widen_bfloat(__m256i h) {
-  return {widen_bfloat(_mm256_castsi256_si128(h)), widen_bfloat(_mm256_extracti128_si256(h, 1))};
+inline Vec widen_bfloats(const uint16_t* p) {
+  return {widen_eight_bfloats(p), widen_eight_bfloats(p + 8)};
 }
 template <int J>
 inline __m256 nibble(__m256i words) {
@@ -167,17 +176,15 @@ inline Vec nibble(const void* words) {
   auto halves = static_cast<const __m256i*>(words);
   return {nibble<J>(_mm256_loadu_si256(halves)), nibble<J>(_mm256_loadu_si256(halves + 1))};
 }
-inline Vec widen_signed_byte(__m128i b) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(b, b)))};
+inline __m256 widen_eight_signed_bytes(const uint8_t* p) {
+  __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+inline Vec widen_signed_bytes(const uint8_t* p) {
+  return {widen_eight_signed_bytes(p), widen_eight_signed_bytes(p + 8)};
 }
 
 #endif
-
-inline __m256i load_256(const void* p) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
-}
-inline __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
 // Horizontal sum and maximum, folding halves: one order for both variants.
 inline float sum(Vec a) {

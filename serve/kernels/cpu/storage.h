@@ -22,13 +22,13 @@ struct Float32 {
 struct Float16 {
   using Weight = uint16_t;
   static constexpr int64_t kDepth = kPlain, kBytes = 32;
-  Vec operator()(const uint16_t* p, int64_t, int) const { return widen_half(load_256(p)); }
+  Vec operator()(const uint16_t* p, int64_t, int) const { return widen_halves(p); }
 };
 
 struct BFloat16 {
   using Weight = uint16_t;
   static constexpr int64_t kDepth = kPlain, kBytes = 32;
-  Vec operator()(const uint16_t* p, int64_t, int) const { return widen_bfloat(load_256(p)); }
+  Vec operator()(const uint16_t* p, int64_t, int) const { return widen_bfloats(p); }
 };
 
 // A reader of blocks gives the weights of k = 4 * J + g, J = 0 … 7 and g = 0 … 3, in that order.
@@ -39,14 +39,14 @@ class Bytes {
   static constexpr int64_t kDepth = kBlock, kBytes = 32 + 32 * 16;
 
   void begin(const uint8_t* block) {
-    scale_ = widen_half(load_256(block));
+    scale_ = widen_halves(block);
     bytes_ = block + 32;
   }
   template <int J>
   void begin_group() {}
   template <int J>
   Vec weight(int g) const {
-    return mul(widen_signed_byte(load_128(bytes_ + 16 * (4 * J + g))), scale_);
+    return mul(widen_signed_bytes(bytes_ + 16 * (4 * J + g)), scale_);
   }
 
  private:
@@ -62,8 +62,8 @@ class Nibbles {
   static constexpr int64_t kDepth = kBlock, kBytes = 32 + 32 + 32 * 16 / 2;
 
   void begin(const uint8_t* block) {
-    scale_ = widen_half(load_256(block));
-    offset_ = widen_half(load_256(block + 32));
+    scale_ = widen_halves(block);
+    offset_ = widen_halves(block + 32);
     words_ = block + 64;
   }
   template <int J>
