@@ -48,6 +48,19 @@ void serve_rotate(serve::Pool* pool, float* heads, int64_t token_stride, int64_t
 void serve_gated_act(serve::Pool* pool, const float* gate_up, int32_t activation, int64_t num_rows,
                      int64_t n, float* out);
 
+struct ServeLinear {
+  int32_t storage;
+  int64_t in, out;
+  const void* weights;
+  const float* bias;  // or null
+};
+
+// result[num_rows, out / 2] = activation(gate) * up, where [gate, up] = serve_linear(rows). Each thread
+// gates what it multiplied, except for int8 and halves that are no multiple of 16: those go through
+// `wide` [num_rows, out].
+void serve_gated_linear(serve::Pool* pool, const ServeLinear* linear, const float* rows,
+                        int64_t num_rows, int32_t activation, float* wide, float* result);
+
 struct ServeCache {
   float* keys;    // [num_blocks, num_kv_heads, head_dim, block_size]
   float* values;  // [num_blocks, num_kv_heads, block_size, head_dim]
@@ -74,13 +87,6 @@ struct ServeAttention {
 void serve_attend(serve::Pool* pool, const ServeCache* cache, const ServeBatch* batch,
                   const ServeAttention* attention, const float* query, int64_t query_stride,
                   float* out);
-
-struct ServeLinear {
-  int32_t storage;
-  int64_t in, out;
-  const void* weights;
-  const float* bias;  // or null
-};
 
 // One layer; norms that a model does not have are null.
 struct ServeLayer {

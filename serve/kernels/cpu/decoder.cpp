@@ -99,8 +99,8 @@ class Decoder {
 
   void multiply_gated(const ServeLayer& layer) {
     float* activated = wide_ + num_tokens_ * 2 * d_.intermediate;
-    multiply(layer.gate_up, normed_, wide_);
-    serve_gated_act(&pool_, wide_, d_.activation, num_tokens_, d_.intermediate, activated);
+    serve_gated_linear(&pool_, &layer.gate_up, normed_, num_tokens_, d_.activation, wide_,
+                       activated);
     multiply(layer.down, activated, output_);
   }
 

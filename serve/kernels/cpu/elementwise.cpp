@@ -1,9 +1,9 @@
 // Row by row: norms, rotary embedding, gated activations.
 #include <algorithm>
 
+#include "activation.h"
 #include "api.h"
 #include "pool.h"
-#include "simd.h"
 
 namespace serve {
 namespace {
@@ -19,49 +19,26 @@ void for_rows(Pool& pool, int64_t num_rows, int64_t cost_per_row, Row row) {
   });
 }
 
-template <class Step>
-inline void for_lanes(int64_t n, Step step) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    step(i, static_cast<int>(std::min<int64_t>(kLanes, n - i)));
-  }
-}
-
 void norm_row(const float* x, const float* weight, float eps, int64_t n, float* out) {
   Vec squares = splat(0.0f);
-  for_lanes(n, [&](int64_t i, int lanes) {
+  for_vectors(n, [&](int64_t i, int lanes) {
     Vec v = load_first(x + i, lanes);
     squares = fma(v, v, squares);
   });
   const Vec inverse =
       splat(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
-  for_lanes(n, [&](int64_t i, int lanes) {
+  for_vectors(n, [&](int64_t i, int lanes) {
     Vec normed = mul(load_first(x + i, lanes), inverse);
     store_first(out + i, mul(normed, load_first(weight + i, lanes)), lanes);
   });
 }
 
 void rotate_head(float* head, const float* cos, const float* sin, int64_t half) {
-  for_lanes(half, [&](int64_t i, int lanes) {
+  for_vectors(half, [&](int64_t i, int lanes) {
     Vec first = load_first(head + i, lanes), second = load_first(head + half + i, lanes);
     Vec c = load_first(cos + i, lanes), s = load_first(sin + i, lanes);
     store_first(head + i, sub(mul(first, c), mul(second, s)), lanes);
     store_first(head + half + i, add(mul(second, c), mul(first, s)), lanes);
-  });
-}
-
-Vec silu(Vec x) { return mul(x, sigmoid(x)); }
-
-// 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-Vec gelu_tanh(Vec x) {
-  Vec cubic = mul(mul(mul(x, x), x), splat(0.044715f));
-  return mul(x, sigmoid(mul(splat(1.5957691216f), add(x, cubic))));
-}
-
-template <class Activation>
-void gate_row(const float* gate, int64_t n, float* out, Activation activation) {
-  for_lanes(n, [&](int64_t i, int lanes) {
-    Vec up = load_first(gate + n + i, lanes);
-    store_first(out + i, mul(activation(load_first(gate + i, lanes)), up), lanes);
   });
 }
 
@@ -77,7 +54,7 @@ void serve_rms_norm(Pool* pool, const float* x, int64_t row_stride, const float*
     const float* in = x + row * row_stride;
     if (residual) {
       float* total = summed + row * n;
-      for_lanes(n, [&](int64_t i, int lanes) {
+      for_vectors(n, [&](int64_t i, int lanes) {
         Vec before = load_first(residual + row * n + i, lanes);
         store_first(total + i, add(load_first(in + i, lanes), before), lanes);
       });
@@ -114,11 +91,7 @@ void serve_gated_act(Pool* pool, const float* gate_up, int32_t activation, int64
   constexpr int64_t kCost = 8;  // of an exponential and a division, in additions
   for_rows(*pool, num_rows, kCost * n, [=](int64_t row) {
     const float* gate = gate_up + row * 2 * n;
-    if (activation == 0) {
-      gate_row(gate, n, out + row * n, silu);
-    } else {
-      gate_row(gate, n, out + row * n, gelu_tanh);
-    }
+    gate_row(gate, gate + n, activation, n, out + row * n);
   });
 }
 

@@ -1,226 +1,87 @@
-// Linear layers over weights packed in panels of sixteen outputs: [panels, in, 16].
-//
-// Weights stay in the type they were stored in and are widened to fp32 in registers; every product
-// and sum is fp32. See tile.h for why a row's result does not depend on the other rows.
+// Linear layers over weights packed in panels of sixteen outputs, [panels, in, 16], on all threads.
 #include <sys/mman.h>
 
 #include <algorithm>
 
+#include "activation.h"
 #include "api.h"
 #include "integer.h"
+#include "panel_product.h"
 #include "pool.h"
-#include "storage.h"
 
 namespace serve {
 namespace {
 
-// Rows and depth of the activations that one pass keeps in the L2 cache (192 * 384 * 4 B = 288 KiB),
-// while a panel of that depth (384 * 16 * 4 B = 24 KiB) stays in the L1 cache for all of them.
-constexpr int64_t kRowsPerPass = 192;
-constexpr int64_t kDepthPerPass = 384;
-
-struct Shape {
-  const float* rows;
-  int64_t num_rows, in, out;
-  const float* bias;
-  float* result;
-};
-
-// Where a panel's columns are accumulated: the result itself, or, for a last panel that is only
-// partly real, a buffer from which the real columns are copied.
-struct Target {
-  float* at;
-  int64_t stride;
-};
-
-void add_bias(const Shape& s, int64_t first_row, int64_t num_rows, int64_t first, int64_t last) {
-  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
-    float* out = s.result + row * s.out;
-    for (int64_t column = first; column < last; ++column) out[column] += s.bias[column];
-  }
-}
-
-void copy_columns(const Target& from, const Shape& s, int64_t first_row, int64_t num_rows,
-                  int64_t first, int64_t last) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    std::copy_n(from.at + row * from.stride, last - first,
-                s.result + (first_row + row) * s.out + first);
-  }
-}
-
-// Rows whose accumulators for a whole panel, and what unpacks it, fit into the registers.
-constexpr int kWholePanelRows = kRegisters == 1 ? 8 : 4;
-
 template <class Storage>
-const uint8_t* place(const uint8_t* packed, int64_t in, int64_t panel, int64_t k) {
-  return packed + (panel * in + k) / Storage::kDepth * Storage::kBytes;
+int64_t panels_bytes(int64_t num_panels, int64_t in) {
+  return num_panels * in / Storage::kDepth * Storage::kBytes;
 }
 
-// P panels for R rows, straight from memory.
-template <int R, int P, class Storage>
-void multiply_panels(const Shape& s, const uint8_t* packed, int64_t panel, const Target& out) {
-  const int64_t panel_bytes = s.in / Storage::kDepth * Storage::kBytes;
-  const uint8_t* at = packed + panel * panel_bytes;
-  if constexpr (Storage::kDepth == kPlain) {
-    using Weight = typename Storage::Weight;
-    const Weight* panels[P];
-    for (int p = 0; p < P; ++p) {
-      panels[p] = reinterpret_cast<const Weight*>(at + p * panel_bytes);
-    }
-    multiply_tile<R, P>(s.rows, s.in, panels, kLanes, s.in, out.at, out.stride, false, Storage{});
-  } else {
-    if constexpr (R <= kWholePanelRows) {
-      multiply_blocks<R, P, Storage>(s.rows, s.in, at, panel_bytes, s.in, out.at, out.stride);
-    } else {
-      multiply_register<R, 0, Storage>(s.rows, s.in, at, s.in, out.at, out.stride);
-      if constexpr (kRegisters == 2) {
-        multiply_register<R, 1, Storage>(s.rows, s.in, at, s.in, out.at, out.stride);
-      }
-    }
-  }
+// work(first, last, thread) for ranges that make up all panels of a layer.
+template <class Storage, class Work>
+void for_panels(Pool& pool, int64_t num_rows, int64_t num_panels, int64_t in, Work work) {
+  const int64_t abreast = panels_abreast<Storage>(num_rows);
+  const int64_t chunks = pool.chunks_worth(num_rows, panels_bytes<Storage>(num_panels, in));
+  pool.run_ranges((num_panels + abreast - 1) / abreast, chunks,
+                  [&](int64_t first, int64_t last, int thread) {
+                    work(first * abreast, std::min(last * abreast, num_panels), thread);
+                  });
 }
-
-// Panels that are read abreast, where one's few accumulators would wait for fma.
-template <class Storage>
-constexpr int panels_abreast(int64_t rows) {
-  if (Storage::kDepth == kPlain) return rows >= 4 ? 1 : static_cast<int>(4 / rows);
-  return rows == 1 ? 2 : 1;
-}
-
-// So few rows that memory, or the unpacking of blocks, is the limit: weights are read in registers
-// only.
-template <int R, class Storage>
-void few_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64_t last_panel) {
-  constexpr int P = panels_abreast<Storage>(R);
-  int64_t panel = first_panel;
-  for (; panel + P <= last_panel && (panel + P) * kLanes <= s.out; panel += P) {
-    multiply_panels<R, P, Storage>(s, packed, panel, {s.result + panel * kLanes, s.out});
-  }
-  for (; panel < last_panel; ++panel) {
-    const int64_t first = panel * kLanes, last = std::min(first + kLanes, s.out);
-    float columns[R * kLanes];
-    multiply_panels<R, 1, Storage>(s, packed, panel, {columns, kLanes});
-    copy_columns({columns, kLanes}, s, 0, R, first, last);
-  }
-}
-
-// A part of one panel, and the one that will be needed after it.
-struct Segment {
-  const uint8_t* weights;
-  const uint8_t* next;
-  int64_t depth;
-};
-
-// Rows at `at`, in the tile's strides.
-struct Rows {
-  const float* at;
-  int64_t stride, count;
-};
-
-// A pass of rows times one segment. Weights are widened once and kept for all tiles of rows in
-// `wide`: plain ones by the first tile on its way. Every tile fetches its share of the next segment,
-// so that memory is busy all the time and not only while a segment is first read.
-template <class Storage>
-void multiply_segment(const Segment& segment, const Rows& rows, const Target& out, bool accumulate,
-                      float* wide) {
-  const int64_t tiles = (rows.count + kMaxTileRows - 1) / kMaxTileRows;
-  const int64_t step = Storage::kBytes / Storage::kDepth / tiles;  // bytes per k
-  const uint8_t* ahead = segment.next;
-  auto stored_wide = reinterpret_cast<const float*>(segment.weights);
-  if constexpr (Storage::kDepth != kPlain) unpack<Storage>(segment.weights, segment.depth, wide);
-  if constexpr (!std::is_same_v<Storage, Float32>) stored_wide = wide;
-  balanced(rows.count, kMaxTileRows, [&](int64_t row, int64_t size) {
-    with_rows(size, [&]<int R>() {
-      auto multiply = [&](auto panel, auto load_panel) {
-        multiply_tile<R, 1>(rows.at + row * rows.stride, rows.stride, &panel, kLanes,
-                            segment.depth, out.at + row * out.stride, out.stride, accumulate,
-                            load_panel);
-      };
-      if constexpr (Storage::kDepth == kPlain && !std::is_same_v<Storage, Float32>) {
-        using Weight = typename Storage::Weight;
-        auto weights_at = reinterpret_cast<const Weight*>(segment.weights);
-        if (tiles == 1) {
-          return multiply(weights_at, [=](const Weight* p, int64_t i, int) {
-            _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-            return Storage{}(p, i, 0);
-          });
-        }
-        if (row == 0) {
-          return multiply(weights_at, [=](const Weight* p, int64_t i, int) {
-            _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-            Vec weights = Storage{}(p, i, 0);
-            store(wide + i * kLanes, weights);
-            return weights;
-          });
-        }
-      }
-      multiply(stored_wide, [=](const float* p, int64_t i, int) {
-        _mm_prefetch(ahead + i * step, _MM_HINT_T0);
-        return load(p);
-      });
-    });
-    ahead += step * segment.depth;
-  });
-}
-
-template <class Storage>
-void many_rows(const Shape& s, const uint8_t* packed, int64_t first_panel, int64_t last_panel,
-               float* scratch) {
-  constexpr int64_t D = Storage::kDepth;
-  float* wide = scratch;
-  float* last_columns = scratch + kDepthPerPass * kLanes;
-  balanced(s.num_rows, kRowsPerPass, [&](int64_t first_row, int64_t num_rows) {
-    balanced(s.in / D, kDepthPerPass / D, [&](int64_t first_block, int64_t num_blocks) {
-      const int64_t k = first_block * D, depth = num_blocks * D;
-      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        const bool turns = panel + 1 == last_panel;  // next: the first panel, deeper
-        const Segment segment{place<Storage>(packed, s.in, panel, k),
-                              turns ? place<Storage>(packed, s.in, first_panel, k + depth)
-                                    : place<Storage>(packed, s.in, panel + 1, k),
-                              depth};
-        Target target{s.result + first_row * s.out + panel * kLanes, s.out};
-        if ((panel + 1) * kLanes > s.out) target = {last_columns, kLanes};
-        const Rows rows{s.rows + first_row * s.in + k, s.in, num_rows};
-        multiply_segment<Storage>(segment, rows, target, k > 0, wide);
-      }
-    });
-    if (last_panel * kLanes > s.out) {
-      copy_columns({last_columns, kLanes}, s, first_row, num_rows, (last_panel - 1) * kLanes,
-                   s.out);
-    }
-  });
-}
-
-// Up to eight rows of blocks, unpacking them in registers beats keeping them unpacked (by a fifth
-// at eight rows, measured); beyond, it does not.
-template <class Storage>
-constexpr int kFewRows = Storage::kDepth == kPlain ? 2 : 8;
 
 template <class Storage>
 void multiply(Pool& pool, const Shape& s, const void* weights) {
-  auto packed = static_cast<const uint8_t*>(weights);
-  const int64_t num_panels = (s.out + kLanes - 1) / kLanes;
-  const int64_t abreast = panels_abreast<Storage>(s.num_rows);
-  const int64_t num_bytes = num_panels * s.in / Storage::kDepth * Storage::kBytes;
-  auto multiply_panels_between = [&](int64_t first, int64_t last, int thread) {
-    if (s.num_rows <= kFewRows<Storage>) {
-      with_rows<1, kFewRows<Storage>>(s.num_rows, [&]<int R>() {
-        few_rows<R, Storage>(s, packed, first, last);
-      });
-    } else {
-      float* scratch = pool.scratch(thread, (kDepthPerPass + kRowsPerPass) * kLanes);
-      many_rows<Storage>(s, packed, first, last, scratch);
-    }
-    if (s.bias) {
-      add_bias(s, 0, s.num_rows, first * kLanes, std::min(last * kLanes, s.out));
-    }
-  };
-  pool.run_ranges((num_panels + abreast - 1) / abreast, pool.chunks_worth(s.num_rows, num_bytes),
-                  [&](int64_t first, int64_t last, int thread) {
-                    multiply_panels_between(first * abreast, std::min(last * abreast, num_panels),
-                                            thread);
-                  });
+  for_panels<Storage>(pool, s.num_rows, (s.out + kLanes - 1) / kLanes, s.in,
+                      [&](int64_t first, int64_t last, int thread) {
+                        multiply_range<Storage>(s, static_cast<const uint8_t*>(weights), first,
+                                                last, pool.scratch(thread, kRangeScratch));
+                      });
 }
+
+// A thread multiplies the same columns of both halves into its own scratch and gates them while
+// they are in its cache: nothing wide goes through memory.
+template <class Storage>
+void multiply_gated(Pool& pool, const Shape& s, const void* weights, int32_t activation) {
+  const int64_t half = s.out / 2, half_panels = half / kLanes;
+  auto packed = static_cast<const uint8_t*>(weights);
+  for_panels<Storage>(pool, s.num_rows, half_panels, s.in, [&](int64_t first, int64_t last,
+                                                               int thread) {
+    const int64_t width = (last - first) * kLanes;
+    float* scratch = pool.scratch(thread, kRangeScratch + 2 * s.num_rows * width);
+    float* gate = scratch + kRangeScratch;
+    float* up = gate + s.num_rows * width;
+    auto part = [&](int64_t panel, float* result) {
+      const float* bias = s.bias ? s.bias + panel * kLanes : nullptr;
+      const Shape columns{s.rows, s.num_rows, s.in, width, bias, result};
+      multiply_range<Storage>(columns, packed + panels_bytes<Storage>(panel, s.in), 0,
+                              last - first, scratch);
+    };
+    part(first, gate);
+    part(half_panels + first, up);
+    for (int64_t row = 0; row < s.num_rows; ++row) {
+      gate_row(gate + row * width, up + row * width, activation, width,
+               s.result + row * half + first * kLanes);
+    }
+  });
+}
+
+// use.template operator()<Storage>() with the storage of a number that api.h gives.
+template <class Use>
+void with_storage(int32_t storage, Use use) {
+  switch (storage) {
+    case 0:
+      return use.template operator()<Float32>();
+    case 1:
+      return use.template operator()<Float16>();
+    case 2:
+      return use.template operator()<BFloat16>();
+    case 3:
+      return use.template operator()<Bytes>();
+    case 4:
+      return use.template operator()<Nibbles>();
+  }
+}
+
+constexpr int32_t kInt8 = 5;
 
 }  // namespace
 }  // namespace serve
@@ -236,19 +97,24 @@ void serve_advise_huge_pages(void* memory, int64_t num_bytes) {
 void serve_linear(Pool* pool, int32_t storage, const float* rows, int64_t num_rows, int64_t in,
                   int64_t out, const void* weights, const float* bias, float* result) {
   if (num_rows == 0) return;
-  const Shape shape{rows, num_rows, in, out, bias, result};
-  switch (storage) {
-    case 0:
-      return multiply<Float32>(*pool, shape, weights);
-    case 1:
-      return multiply<Float16>(*pool, shape, weights);
-    case 2:
-      return multiply<BFloat16>(*pool, shape, weights);
-    case 3:
-      return multiply<Bytes>(*pool, shape, weights);
-    case 4:
-      return multiply<Nibbles>(*pool, shape, weights);
-    case 5:
-      return multiply_integers(*pool, rows, num_rows, in, out, weights, bias, result);
+  if (storage == kInt8) {
+    return multiply_integers(*pool, rows, num_rows, in, out, weights, bias, result);
   }
+  const Shape shape{rows, num_rows, in, out, bias, result};
+  with_storage(storage, [&]<class Storage>() { multiply<Storage>(*pool, shape, weights); });
+}
+
+void serve_gated_linear(Pool* pool, const ServeLinear* linear, const float* rows, int64_t num_rows,
+                        int32_t activation, float* wide, float* result) {
+  if (num_rows == 0) return;
+  const int64_t half = linear->out / 2;
+  if (linear->storage == kInt8 || half % kLanes != 0) {
+    serve_linear(pool, linear->storage, rows, num_rows, linear->in, linear->out, linear->weights,
+                 linear->bias, wide);
+    return serve_gated_act(pool, wide, activation, num_rows, half, result);
+  }
+  const Shape shape{rows, num_rows, linear->in, linear->out, linear->bias, result};
+  with_storage(linear->storage, [&]<class Storage>() {
+    multiply_gated<Storage>(*pool, shape, linear->weights, activation);
+  });
 }

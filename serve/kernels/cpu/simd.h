@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -224,6 +225,14 @@ inline Vec sigmoid(Vec x) {
   return div(splat(1.0f), add(splat(1.0f), exp(sub(splat(0.0f), x))));
 }
 inline Vec tanh(Vec x) { return fma(splat(2.0f), sigmoid(add(x, x)), splat(-1.0f)); }
+
+// step(i, lanes) for every vector of a row of n, of which the last may be partial.
+template <class Step>
+inline void for_vectors(int64_t n, Step step) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    step(i, static_cast<int>(std::min<int64_t>(kLanes, n - i)));
+  }
+}
 
 // The last, partial vector of a row: lanes past n read as `fill`, and are not written.
 inline Vec load_first(const float* p, int n, float fill = 0.0f) {
