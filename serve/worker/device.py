@@ -199,7 +199,8 @@ class CpuDevice:
 
     def describe(self) -> str:
         threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
-        return f"cpu ({threads}, {self.free_bytes() / GIB:.1f} GiB of memory available)"
+        isa = torch.backends.cpu.get_cpu_capability()
+        return f"cpu ({threads}, {isa}, {self.free_bytes() / GIB:.1f} GiB of memory available)"
 
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
         if wanted == "auto" and checkpoint_dtype is not torch.float32:
