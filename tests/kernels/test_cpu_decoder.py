@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from serve.kernels.base import DecoderParts, ForwardContext, LayerParts
@@ -13,7 +16,7 @@ from serve.models.layers import LayerByLayer
 from tests.kernels.cpu_kernels import compiled
 from tests.kernels.ragged import Shape, make_step
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 48, 80, 4, 2, 16
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 64, 80, 4, 2, 16
 LENS = [(1, 40), (1, 1), (5, 5), (30, 300)]
 MAX_LEN = 512
 
@@ -93,6 +96,37 @@ def test_fused_layers_have_the_bits_of_single_operations(
     assert torch.equal(ours, theirs)
     for fused_kv, single_kv in zip(fused.kv, single.kv, strict=True):
         assert torch.equal(fused_kv.nan_to_num(), single_kv.nan_to_num())
+
+
+def quantized(weight: Tensor) -> Tensor:
+    """weight as it comes back from Q8_0."""
+    return torch.from_numpy(dequantize(quantize(weight.numpy(), Kind.Q8_0), Kind.Q8_0))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 70])
+@pytest.mark.parametrize("intermediate", [80, 72, 16])  # 72: the halves do not fill panels
+@pytest.mark.parametrize("stored", [Tensor.float, Tensor.half, Tensor.bfloat16, quantized])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gating_as_one_multiplies_has_the_bits_of_gating_afterwards(
+    num_tokens: int, intermediate: int, stored: Callable[[Tensor], Tensor], biased: bool
+) -> None:
+    kernels = compiled()
+    assert kernels.fuse_decoder is not None
+    parts = decoder(gemma=False)
+    weight = stored(torch.randn(2 * intermediate, HIDDEN))
+    changed = replace(
+        parts.layers[0],
+        gate_up=kernels.pack_linear(weight, torch.randn(2 * intermediate) if biased else None),
+        down=kernels.pack_linear(torch.randn(HIDDEN, intermediate), None),
+    )
+    parts = replace(parts, layers=[changed])
+    fused, single = context([(num_tokens, num_tokens)]), context([(num_tokens, num_tokens)])
+    hidden = torch.randn(num_tokens, HIDDEN)
+
+    ours = kernels.fuse_decoder(parts)(hidden.clone(), ropes(fused.positions), fused)
+    theirs = LayerByLayer(parts, kernels)(hidden.clone(), ropes(single.positions), single)
+
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("gemma", [False, True])
