@@ -12,17 +12,12 @@
 namespace serve {
 namespace {
 
-template <class Storage>
-int64_t panels_bytes(int64_t num_panels, int64_t in) {
-  return num_panels * in / Storage::kDepth * Storage::kBytes;
-}
-
 // work(first, last, thread) for ranges that make up all panels of a layer.
 template <class Storage, class Work>
 void for_panels(Pool& pool, int64_t num_rows, int64_t num_panels, int64_t in, Work work) {
   const int64_t abreast = panels_abreast<Storage>(num_rows);
-  const int64_t chunks = pool.chunks_worth(num_rows, panels_bytes<Storage>(num_panels, in));
-  pool.run_ranges((num_panels + abreast - 1) / abreast, chunks,
+  const int64_t num_bytes = num_panels * in / Storage::kDepth * Storage::kBytes;
+  pool.run_ranges((num_panels + abreast - 1) / abreast, pool.chunks_worth(num_rows, num_bytes),
                   [&](int64_t first, int64_t last, int thread) {
                     work(first * abreast, std::min(last * abreast, num_panels), thread);
                   });
@@ -52,8 +47,8 @@ void multiply_gated(Pool& pool, const Shape& s, const void* weights, int32_t act
     auto part = [&](int64_t panel, float* result) {
       const float* bias = s.bias ? s.bias + panel * kLanes : nullptr;
       const Shape columns{s.rows, s.num_rows, s.in, width, bias, result};
-      multiply_range<Storage>(columns, packed + panels_bytes<Storage>(panel, s.in), 0,
-                              last - first, scratch);
+      multiply_range<Storage>(columns, place<Storage>(packed, s.in, panel, 0), 0, last - first,
+                              scratch);
     };
     part(first, gate);
     part(half_panels + first, up);

@@ -47,6 +47,7 @@ inline void copy_columns(const Target& from, const Shape& s, int64_t first_row, 
 // Rows whose accumulators for a whole panel, and what unpacks it, fit into the registers.
 constexpr int kWholePanelRows = kRegisters == 1 ? 8 : 4;
 
+// Where the weights of a panel begin at depth k.
 template <class Storage>
 const uint8_t* place(const uint8_t* packed, int64_t in, int64_t panel, int64_t k) {
   return packed + (panel * in + k) / Storage::kDepth * Storage::kBytes;
@@ -56,7 +57,7 @@ const uint8_t* place(const uint8_t* packed, int64_t in, int64_t panel, int64_t k
 template <int R, int P, class Storage>
 void multiply_panels(const Shape& s, const uint8_t* packed, int64_t panel, const Target& out) {
   const int64_t panel_bytes = s.in / Storage::kDepth * Storage::kBytes;
-  const uint8_t* at = packed + panel * panel_bytes;
+  const uint8_t* at = place<Storage>(packed, s.in, panel, 0);
   if constexpr (Storage::kDepth == kPlain) {
     using Weight = typename Storage::Weight;
     const Weight* panels[P];
@@ -135,7 +136,7 @@ void multiply_segment(const Segment& segment, const Rows& rows, const Target& ou
       if constexpr (Storage::kDepth == kPlain && !std::is_same_v<Storage, Float32>) {
         using Weight = typename Storage::Weight;
         auto weights_at = reinterpret_cast<const Weight*>(segment.weights);
-        if (tiles == 1) {
+        if (tiles == 1) {  // nobody else needs them wide
           return multiply(weights_at, [=](const Weight* p, int64_t i, int) {
             _mm_prefetch(ahead + i * step, _MM_HINT_T0);
             return Storage{}(p, i, 0);
