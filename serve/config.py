@@ -297,6 +297,9 @@ class ServerConfig:
     """Seconds an idle connection stays open; longer than clients' pools keep theirs (about 60)."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests may still take after SIGTERM."""
+    engine_restarts: int = 1
+    """How often within a minute an engine process that died is started again; every open request
+    then goes on where it was. 0: the server ends with it."""
     disable_log_requests: bool = False
     """Do not log a line per request."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -314,6 +317,8 @@ class ServerConfig:
         for pair in self.client_weight:
             _require(_weight(pair) is not None, "client-weight", pair, "NAME=WEIGHT, above 0")
         timeout, prefix = self.shutdown_timeout, self.metrics_prefix
+        restarts = self.engine_restarts
+        _require(0 <= restarts <= 100, "engine-restarts", restarts, "between 0 and 100")
         idle = self.timeout_keep_alive
         _require(idle >= 1, "timeout-keep-alive", idle, "at least 1 second")
         _require(timeout >= 0, "shutdown-timeout", timeout, "0 or more seconds")

@@ -83,6 +83,10 @@ class EngineDead(EngineError):
     """The engine process ended; nothing can be generated any more."""
 
 
+class EngineRestarting(EngineError):
+    """The engine process ended and is being started again: requests wait until it is back."""
+
+
 class StepFailed(EngineError):
     """A step of the engine failed; the requests in it are over, the engine goes on."""
 

@@ -86,6 +86,7 @@ class LLM:
             self._stats,
             names=(config.model.model or DEFAULT_MODEL.name,),
             generation=read_generation_config(path, "none"),
+            seed=config.model.seed,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)

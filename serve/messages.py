@@ -5,7 +5,7 @@ Times are `time.monotonic()` seconds, which on one machine read the same in ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -29,10 +29,25 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What a stream had been told when it left the engine that it ran in: nothing of it is told
+    twice, and nothing of it changes."""
+
+    num_prompt_logprobs: int = 0
+    num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None  # None: as far as is known, it never ran
+    first_token_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AddRequest:
     """Generate for one prompt. `request_id` is made by the front and never reused.
 
-    `sampling.max_tokens` is resolved (not None).
+    `sampling.max_tokens` and, unless it is greedy, `sampling.seed` are resolved (not None).
+    With `told` it is a moved stream: one that another engine has begun, and has generated
+    `generated_token_ids` for. It arrives as if it had been preempted: no limit of the queue holds
+    for it, and its next token is the one that it would have had.
     """
 
     request_id: str
@@ -45,6 +60,8 @@ class AddRequest:
     weight: float = 1.0  # of that client, above 0
     timeout_s: float | None = None  # end it if its first step has not begun so long after arrival
     label: str | None = None  # the id that the client knows; need not be unique
+    generated_token_ids: list[int] = field(default_factory=list)
+    told: Told | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +177,15 @@ class EngineStats:
     total_preemption_tokens_recomputed: int = 0  # computed tokens that preemption dropped
     total_preemption_blocks_swapped: int = 0  # copied out or in
     step_tokens: list[int] = field(default_factory=list)  # size of each step since the last message
+
+    def after(self, past: EngineStats) -> EngineStats:
+        """The same state, with totals that go on from those of an engine before this one."""
+        totals = {
+            f.name: getattr(self, f.name) + getattr(past, f.name)
+            for f in fields(self)
+            if f.name.startswith("total_")
+        }
+        return replace(self, **totals)
 
 
 @dataclass(frozen=True, slots=True)

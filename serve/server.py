@@ -28,6 +28,7 @@ from serve.engine.async_engine import AsyncEngine
 from serve.engine.placeholder_tokenizer import load_tokenizer
 from serve.engine.process import ProcessClient
 from serve.engine.served_model import read_generation_config
+from serve.engine.succession import Succession
 from serve.errors import ConfigError
 from serve.hub import DEFAULT_MODEL, find_model
 
@@ -77,6 +78,10 @@ class _Server:
             self._metrics,
             names=server.served_model_name or (config.model.model or DEFAULT_MODEL.name,),
             generation=read_generation_config(model_path, server.generation_config),
+            succession=Succession(
+                lambda: ProcessClient(config, model_path), server.engine_restarts
+            ),
+            seed=config.model.seed,
         )
         self._stop = asyncio.Event()
 

@@ -12,7 +12,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve.api.errors import Unauthorized, error_response
 
 OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
+    {
+        "/health",
+        "/ready",
+        "/ping",
+        "/version",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/redoc",
+        "/openapi.json",
+    }
 )
 
 

@@ -28,6 +28,7 @@ from serve.errors import (
     DeadlinePassed,
     EngineDead,
     EngineError,
+    EngineRestarting,
     InvalidRequest,
     ModelNotFound,
     PromptTooLong,
@@ -130,6 +131,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         RequestError: ErrorKind(400, _INVALID, "bad_request"),
         StepFailed: ErrorKind(500, _SERVER, "step_failed"),
         EngineDead: ErrorKind(503, _SERVER, "engine_dead"),
+        EngineRestarting: ErrorKind(503, _SERVER, "engine_restarting"),
         EngineError: ErrorKind(500, _SERVER, "engine_error"),
         Exception: ErrorKind(500, _SERVER, "internal_error"),
     }
@@ -168,7 +170,7 @@ def error_headers(error: Exception) -> dict[str, str]:
     headers = {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    if isinstance(error, EngineDead):
+    if isinstance(error, (EngineDead, EngineRestarting)):
         headers["Retry-After"] = str(RESTART_TIME_S)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"

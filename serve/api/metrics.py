@@ -60,6 +60,10 @@ class Metrics:
         """From here on every figure exists; counters with 0."""
         self._figures = EngineFigures(self._prefix, self._registry, ready, model)
 
+    def engine_restarted(self) -> None:
+        """Count it; the figures stay and go on."""
+        self._engine.restarts.inc()
+
     def stepped(self, stats: EngineStats) -> None:
         """Take over the engine's state."""
         self._engine.stepped(stats)
@@ -139,6 +143,9 @@ class EngineFigures:
         self._generation_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._cached_tokens = make.counter(
             "prompt_tokens_cached", "Prompt tokens of finished requests that a cache had."
+        )
+        self.restarts = make.counter(
+            "engine_restarts", "Deaths of the engine process after which it was started again."
         )
         self._refusals = make.family(
             "client_limit_refusals",

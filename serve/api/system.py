@@ -7,23 +7,30 @@ from starlette.responses import Response
 
 from serve import __version__
 from serve.api.openapi import ERROR_RESPONSES
-from serve.api.protocol.models import Load, ModelCard, ModelList, Version
+from serve.api.protocol.models import Health, Load, ModelCard, ModelList, Version
 from serve.api.service import Service
-from serve.errors import EngineDead
+from serve.errors import EngineDead, EngineRestarting
 
 
 def system_routes(service: Service) -> APIRouter:
     """The routes of this file."""
     router = APIRouter(tags=["system"], responses={503: ERROR_RESPONSES[503]})
 
-    @router.get("/health", response_class=Response)
-    async def health() -> Response:
-        return _alive(service)
+    @router.get("/health")
+    async def health() -> Health:
+        return _health(service)
 
-    @router.get("/ping", response_class=Response)
-    @router.post("/ping", response_class=Response)
-    async def ping() -> Response:
-        return _alive(service)
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Health:
+        return _health(service)
+
+    @router.get("/ready")
+    async def ready() -> Health:
+        health = _health(service)
+        if health.status != "ok":
+            raise EngineRestarting("The engine is being started again.")
+        return health
 
     @router.get("/version")
     async def version() -> Version:
@@ -51,11 +58,12 @@ def system_routes(service: Service) -> APIRouter:
     return router
 
 
-def _alive(service: Service) -> Response:
+def _health(service: Service) -> Health:
+    """Alive while requests that come now will be answered. Raises EngineDead."""
     reason = service.engine.dead_reason
     if reason is not None:
         raise EngineDead(f"The engine has ended: {reason}")
-    return Response(status_code=200)
+    return Health(status="restarting" if service.engine.is_restarting else "ok")
 
 
 def _card(service: Service, name: str) -> ModelCard:

@@ -2,7 +2,8 @@
 
 One task, the pump, receives the engine's step outputs and feeds every stream; each stream has one
 reader. A reader that goes away, for whatever reason, ends in an abort, unless the engine is done
-with the request already.
+with the request already. When the engine dies and another one may follow it, every open stream
+moves there and goes on with the token that it would have had.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Coroutine
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from serve.engine.client import EngineClient
-from serve.engine.control_calls import ControlCalls
+from serve.engine.control_calls import Answer, ControlCalls
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
-from serve.engine.request_limits import check_priority, resolve_sampling
+from serve.engine.request_limits import check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
+from serve.engine.setup import EngineSetup
+from serve.engine.succession import Succession
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import EngineDead, RequestAborted
+from serve.errors import ConfigError, EngineDead, InvalidRequest, RequestAborted, ServeError
 from serve.messages import (
     AbortRequests,
     AddRequest,
     ControlResult,
     EngineDied,
     EngineReady,
+    EngineStats,
     FinishReason,
     StepOutputs,
     TokenDelta,
@@ -39,12 +44,16 @@ from serve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+EXPIRE_EVERY_S = 0.1
+"""How often, while there is no engine, requests are looked at that may wait only so long."""
+
 
 class AsyncEngine:
     """Everything the API needs of an engine. Lives on one event loop; `start` first, `close` last.
 
     `ready` and `model` exist from `start` on. `dead_reason` says why nothing can be generated any
-    more, or is None.
+    more, or is None. `is_restarting`: the engine died, and its successor is not ready yet.
+    `seed` is where the seeds of requests without one come from.
     """
 
     ready: EngineReady
@@ -58,10 +67,18 @@ class AsyncEngine:
         *,
         names: tuple[str, ...] = ("default",),
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+        succession: Succession | None = None,
+        seed: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.dead_reason: str | None = None
+        self.is_restarting = False
         self._client = client
+        self._succession = succession or Succession()
+        self._setup = EngineSetup()
+        self._seeds = Random(seed)
+        self._past = EngineStats()  # totals of engines that died
+        self._last_stats = EngineStats()
         self._observer = observer
         self._names = names
         self._generation = generation
@@ -74,6 +91,7 @@ class AsyncEngine:
         self._dead = asyncio.Event()
         self._draining = False
         self._pump_task: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the engine. Raises ConfigError or EngineDead."""
@@ -115,28 +133,25 @@ class AsyncEngine:
         """
         self._check_open()
         resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
+        resolved = with_seed(resolved, self._seeds)
         check_priority(priority, self.ready)
-        context = prompt_token_ids if continues_prompt else []
-        engine_id = f"{next(self._ids)}"
-        stream = RequestStream(
-            label=engine_id if request_id is None else request_id,
-            sampling=resolved,
-            detokenizer=Detokenizer(self.tokenizer.tokens, resolved, context),
-            end_of_text_ids=frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
-            num_prompt_tokens=len(prompt_token_ids),
-            arrival_time=time.monotonic(),
-        )
         request = AddRequest(
-            engine_id,
+            f"{next(self._ids)}",
             prompt_token_ids,
             resolved,
-            stream.arrival_time,
+            time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
             timeout_s=timeout_s,
             client=client,
             weight=weight,
             label=request_id,
+        )
+        context = prompt_token_ids if continues_prompt else []
+        stream = RequestStream(
+            request,
+            Detokenizer(self.tokenizer.tokens, resolved, context),
+            frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
         )
         return self._read(request, stream)
 
@@ -154,7 +169,9 @@ class AsyncEngine:
         """
         if self.dead_reason is not None:
             raise EngineDead(self.dead_reason)
-        return await self._calls.ask(name, args)
+        answer = await self._calls.ask(name, args)
+        self._setup.note(name, args, answer)
+        return answer
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change scheduler settings while it runs; all that may change, as they are then.
@@ -187,9 +204,10 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Stop the engine. Requests that still run get EngineDead."""
-        if self._pump_task is not None:
-            self._pump_task.cancel()
-            await asyncio.gather(self._pump_task, return_exceptions=True)
+        tasks = [task for task in (self._pump_task, self._restoring) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.dead_reason is None:
             self._die("the server is shutting down.")
         await self._client.close()
@@ -203,7 +221,8 @@ class AsyncEngine:
         self._expecting[request.request_id] = stream
         self._num_readers += 1
         self._no_readers.clear()
-        self._client.send(request)
+        if not self.is_restarting:  # else it goes to the next engine with all that is open
+            self._client.send(request)
         try:
             while True:
                 output = await stream.next()
@@ -233,14 +252,82 @@ class AsyncEngine:
                     case ControlResult() as result:
                         self._calls.answered(result)
                     case EngineDied(reason):
-                        self._die(reason)
-                        return
+                        if not await self._move_on(reason):
+                            return
         except Exception as error:
             logger.exception("the engine's front failed")
             self._die(f"the engine's front failed: {type(error).__name__}: {error}")
 
+    async def _move_on(self, reason: str) -> bool:
+        """Go on with another engine; False when there is none, and this is the end."""
+        successor = self._succession.next_client()
+        if successor is None:
+            self._die(reason)
+            return False
+        logger.error("the engine died: %s", reason)
+        logger.warning("starting it again; %d open streams will go on", len(self._expecting))
+        self.is_restarting = True
+        self._calls.hold()
+        await self._client.close()
+        self._client = successor
+        try:
+            ready = await self._while_expiring(successor.start())
+        except (ConfigError, EngineDead) as error:
+            self._die(f"{reason} It could not be started again: {error}")
+            return False
+        self._resume(ready)
+        return True
+
+    async def _while_expiring(self, start: Coroutine[Any, Any, EngineReady]) -> EngineReady:
+        """The new engine's start. Meanwhile nobody else ends requests that wait too long."""
+        starting = asyncio.ensure_future(start)
+        try:
+            while not (await asyncio.wait({starting}, timeout=EXPIRE_EVERY_S))[0]:
+                self._expire()
+            return starting.result()
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for engine_id, stream in list(self._expecting.items()):
+            if stream.is_overdue(now):
+                message = "the request's timeout passed while the engine was being started again."
+                error = TokenDelta(engine_id, [], finish_reason=FinishReason.TIMEOUT, error=message)
+                self._feed(stream, error, now)
+
+    def _resume(self, ready: EngineReady) -> None:
+        """Set the new engine up as the old one was, and move every open stream to it."""
+        self.ready = replace(ready, scheduling_policy=self.ready.scheduling_policy)
+        self.is_restarting = False
+        self._past = self._last_stats
+        self._observer.engine_restarted()
+        calls = [(name, args, self._calls.send(name, args)) for name, args in self._setup.calls()]
+        self._calls.resume(self._client)
+        for stream in self._expecting.values():  # in the order of their arrival
+            self._client.send(stream.moved())
+        self._restoring = asyncio.create_task(self._restore(calls), name="engine-restore")
+        logger.info("the engine is back, and %d streams go on", len(self._expecting))
+
+    async def _restore(self, calls: list[tuple[str, dict[str, Any], Answer]]) -> None:
+        """Hear what the new engine says to its setup; compute the pinned prefixes once more."""
+        for name, args, answer in calls:
+            try:
+                result = await answer
+                if result.error is not None:
+                    raise InvalidRequest(result.error, param=result.param)
+                if name == "pin":
+                    salt = args["cache_salt"] or None
+                    only_prompt = SamplingParams(max_tokens=0)
+                    async for _ in self.generate(args["token_ids"], only_prompt, cache_salt=salt):
+                        pass
+            except ServeError as error:
+                logger.warning("%s could not be repeated after the restart: %s", name, error)
+
     def _distribute(self, outputs: StepOutputs) -> None:
-        self._observer.stepped(outputs.stats)
+        self._last_stats = outputs.stats.after(self._past)
+        self._observer.stepped(self._last_stats)
         for delta in outputs.deltas:
             stream = self._expecting.get(delta.request_id)
             if stream is not None:  # else it was aborted while this was on its way
@@ -263,7 +350,8 @@ class AsyncEngine:
 
     def _abort(self, engine_id: str, reason: FinishReason, now: float) -> None:
         stream = self._expecting.pop(engine_id)
-        self._client.send(AbortRequests([engine_id]))
+        if not self.is_restarting:
+            self._client.send(AbortRequests([engine_id]))
         self._observer.request_finished(stream.finished(reason, now))
 
     def _die(self, reason: str) -> None:

@@ -32,6 +32,9 @@ class EngineObserver(Protocol):
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
         """The engine can take requests."""
 
+    def engine_restarted(self) -> None:
+        """The engine died and another one has taken its place; totals go on."""
+
     def stepped(self, stats: EngineStats) -> None:
         """A step's results arrived; `stats` is the engine's state after it."""
 
@@ -49,6 +52,9 @@ class NoObserver:
     """For those who keep no figures."""
 
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
+        """Ignored."""
+
+    def engine_restarted(self) -> None:
         """Ignored."""
 
     def stepped(self, stats: EngineStats) -> None:

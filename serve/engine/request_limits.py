@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from random import Random
 
 from serve.engine.served_model import ServedModel
 from serve.errors import InvalidRequest, PromptTooLong
@@ -33,6 +34,14 @@ def resolve_sampling(
     end_ids = () if sampling.ignore_eos else tuple(sorted(model.eos_token_ids))
     stop_ids = tuple(dict.fromkeys(sampling.stop_token_ids + end_ids))
     return replace(sampling, max_tokens=max_tokens, stop_token_ids=stop_ids)
+
+
+def with_seed(sampling: SamplingParams, seeds: Random) -> SamplingParams:
+    """`sampling` with a seed, if it draws at all. It is drawn once, in front: a request that is
+    computed again, after preemption or in another engine, then draws the same tokens."""
+    if sampling.seed is not None or sampling.greedy:
+        return sampling
+    return replace(sampling, seed=seeds.getrandbits(63))
 
 
 def check_priority(priority: int, ready: EngineReady) -> None:

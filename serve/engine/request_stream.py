@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.observer import FinishedRequest
 from serve.engine.outputs import RequestOutput, joined
 from serve.engine.repetition import RepetitionDetector
 from serve.errors import ServeError
-from serve.messages import FinishReason, RequestTimes, TokenDelta
-from serve.sampling_params import SamplingParams
+from serve.messages import AddRequest, FinishReason, RequestTimes, TokenDelta, Told
 
 MAX_UNJOINED = 64
 """Outputs that a slow reader leaves are joined now and then, so that they take little memory."""
@@ -19,29 +19,24 @@ MAX_UNJOINED = 64
 class RequestStream:
     """Changed by the engine's pump (`feed`, `fail`) and its one reader (`next`), on one event loop.
 
-    `label` is the client's name for the request. `end_of_text_ids` are the ids whose stop the
-    client did not ask for by number.
+    `end_of_text_ids` are the ids whose stop the client did not ask for by number.
     """
 
     def __init__(
-        self,
-        *,
-        label: str,
-        sampling: SamplingParams,
-        detokenizer: Detokenizer,
-        end_of_text_ids: frozenset[int],
-        num_prompt_tokens: int,
-        arrival_time: float,
+        self, request: AddRequest, detokenizer: Detokenizer, end_of_text_ids: frozenset[int]
     ) -> None:
-        self.sampling = sampling
-        self.arrival_time = arrival_time
-        self.num_prompt_tokens = num_prompt_tokens
+        self._request = request
+        self.sampling = sampling = request.sampling
+        self.arrival_time = arrival_time = request.arrival_time
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_generated_tokens = 0
         self.num_cached_tokens = 0
+        self._generated: list[int] = []  # by the engine, also what no text shows
+        self._num_prompt_logprobs = 0
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
-        self._label = label
+        self.label = request.request_id if request.label is None else request.label
         self._detokenizer = detokenizer
         self._end_of_text_ids = end_of_text_ids
         self._stop_reason: str | int | None = None
@@ -64,8 +59,10 @@ class RequestStream:
 
         Afterwards `finish_reason` is set if it is over, by the engine or by a stop string.
         """
-        assert self.finish_reason is None, self._label
+        assert self.finish_reason is None, self.label
         token_ids, ended_by = delta.token_ids, delta.finish_reason
+        self._generated += token_ids
+        self._num_prompt_logprobs += len(delta.prompt_logprobs or ())
         if self._repetition is not None:
             num_fresh = self._repetition.push(token_ids)
             if num_fresh is not None and (ended_by is None or num_fresh < len(token_ids)):
@@ -96,10 +93,25 @@ class RequestStream:
             self._pending = [joined(self._pending)]
         self._wake_reader()
 
-    @property
-    def label(self) -> str:
-        """The client's name for the request."""
-        return self._label
+    def moved(self) -> AddRequest:
+        """The request as another engine must get it to go on where this one's last step ended."""
+        times = self._times
+        return replace(
+            self._request,
+            generated_token_ids=list(self._generated),
+            told=Told(
+                num_prompt_logprobs=self._num_prompt_logprobs,
+                num_cached_tokens=self.num_cached_tokens,
+                first_scheduled_time=times.first_scheduled_time if times else None,
+                first_token_time=times.first_token_time if times else None,
+                num_preemptions=times.num_preemptions if times else 0,
+            ),
+        )
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its own timeout has passed before its first step."""
+        timeout_s = self._request.timeout_s
+        return timeout_s is not None and self._times is None and now > self.arrival_time + timeout_s
 
     def fail(self, failure: ServeError) -> None:
         """Nothing more will come: the reader gets what is pending, then the failure."""
@@ -113,7 +125,7 @@ class RequestStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if not self._pending:
-            assert self._failure is not None, self._label
+            assert self._failure is not None, self.label
             raise self._failure
         output = joined(self._pending)
         self._pending = []
@@ -147,7 +159,7 @@ class RequestStream:
     def _output(self, delta: TokenDelta, text: str, token_ids: list[int]) -> RequestOutput:
         over = self.finish_reason is not None
         return RequestOutput(
-            request_id=self._label,
+            request_id=self.label,
             text=text,
             token_ids=token_ids,
             logprobs=delta.logprobs[: len(token_ids)] if delta.logprobs else None,

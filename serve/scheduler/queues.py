@@ -47,7 +47,7 @@ class RequestQueue:
         self._ticket_of[request] = ticket
         self.num_tokens += request.num_tokens
         level, virtual_start, number = request.order
-        never_ran = int(request.num_preemptions == 0)
+        never_ran = int(request.first_scheduled_time is None)
         heap = self._long if request.num_tokens > self._long_above else self._short
         heapq.heappush(heap, ((level, never_ran, virtual_start, number), ticket, request))
         heapq.heappush(self._by_arrival, (request.arrival_time, ticket, request))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from serve.kv_cache.prefix_index import BlockHashes
-from serve.messages import AddRequest, FinishReason, RequestTimes
+from serve.messages import AddRequest, FinishReason, RequestTimes, Told
 from serve.sampling_params import SamplingParams
 from serve.scheduler.limits import kv_tokens_at_most
 
@@ -104,21 +104,30 @@ class Request:
 def make_request(
     message: AddRequest, order: Order, block_size: int, *, priority: int = 0
 ) -> Request:
-    """A waiting request. `message` has been checked to fit."""
+    """A waiting request. `message` has been checked to fit. A moved stream waits as one that was
+    preempted does: its generated tokens are known, and none of them is computed."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     assert sampling.max_tokens is not None
+    known = prompt + message.generated_token_ids
+    told = message.told or Told()
     return Request(
         request_id=message.request_id,
         sampling=sampling,
         arrival_time=message.arrival_time,
         order=order,
-        token_ids=list(prompt),
+        token_ids=known,
         num_prompt_tokens=len(prompt),
-        num_tokens=len(prompt),
+        num_tokens=len(known),
         max_num_tokens=len(prompt) + sampling.max_tokens,
         max_kv_tokens=kv_tokens_at_most(len(prompt), sampling.max_tokens),
         block_hashes=BlockHashes(block_size, cache_salt=message.cache_salt or ""),
+        num_preemptions=told.num_preemptions,
+        num_cached_tokens=told.num_cached_tokens,
         next_commit=block_size,
+        num_prompt_tokens_counted=len(prompt) if message.generated_token_ids else 0,
+        num_prompt_logprobs_sent=told.num_prompt_logprobs,
+        first_scheduled_time=told.first_scheduled_time,
+        first_token_time=told.first_token_time,
         priority=priority,
         client=message.client,
         weight=message.weight,

@@ -83,13 +83,14 @@ class Scheduler:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises RequestError for one that can never run, or not be queued now."""
         check_fits(message, self.limits, self.kv.num_blocks * self.kv.block_size)
-        self._back_pressure.check(
-            len(message.prompt_token_ids),
-            num_waiting=len(self.roster.waiting),
-            num_tokens=self.roster.waiting.num_tokens,
-            num_rows=self.limits.max_num_seqs - len(self.roster.running),
-            now=self.clock(),
-        )
+        if message.told is None:  # a moved stream has been let in before
+            self._back_pressure.check(
+                len(message.prompt_token_ids),
+                num_waiting=len(self.roster.waiting),
+                num_tokens=self.roster.waiting.num_tokens,
+                num_rows=self.limits.max_num_seqs - len(self.roster.running),
+                now=self.clock(),
+            )
         priority = message.priority if self.limits.policy == "priority" else 0
         order = self._order.place(message)
         request = make_request(message, order, self.kv.block_size, priority=priority)

@@ -25,10 +25,8 @@ _REMEMBERED = int(Wish.PENALTIES | Wish.BAD_WORDS)
 class RequestRows:
     """Changed only by ModelRunner. Block ids past a row's table are 0, the null block."""
 
-    def __init__(
-        self, num_rows: int, *, max_blocks: int, vocab_size: int, seed: int, device: Device
-    ) -> None:
-        """`max_blocks`: longest block table of one request. `seed`: of requests without one."""
+    def __init__(self, num_rows: int, *, max_blocks: int, vocab_size: int, device: Device) -> None:
+        """`max_blocks`: longest block table of one request."""
         self._device = device
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_by_request: dict[str, int] = {}
@@ -37,7 +35,7 @@ class RequestRows:
         self.prompts_to_score: dict[str, list[int]] = {}  # of requests that want prompt logprobs
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
-        self.columns = SamplingColumns(num_rows, vocab_size, seed)
+        self.columns = SamplingColumns(num_rows, vocab_size)
         self.counts = TokenCounts(vocab_size, device)
         self.last_tokens = LastTokens(device)
 

@@ -41,7 +41,7 @@ _NO_TOP_P = 2.0  # above 1, where rounding of a running sum could still cut the 
 class SamplingColumns:
     """Filled by `admit`; a released row keeps its values until it is admitted anew."""
 
-    def __init__(self, num_rows: int, vocab_size: int, seed: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.wishes = np.zeros(num_rows, dtype=np.int64)
         self.numbers = np.zeros((num_rows, 7), dtype=np.float32)
@@ -49,7 +49,6 @@ class SamplingColumns:
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.params = [SamplingParams()] * num_rows
-        self._unseeded = np.random.default_rng(seed)
 
     def admit(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Write a request's wishes into its row."""
@@ -66,10 +65,10 @@ class SamplingColumns:
             sampling.frequency_penalty,
             sampling.repetition_penalty,
         )
-        if sampling.seed is None:
-            self.seeds[row] = self._unseeded.integers(-(2**63), 2**63, dtype=np.int64)
-        else:
-            self.seeds[row] = sampling.seed
+        # The front draws a seed for those that bring none: a request that is computed again, here
+        # or in another engine, must draw the same tokens.
+        assert sampling.greedy or sampling.seed is not None, "a random draw needs a seed"
+        self.seeds[row] = sampling.seed or 0
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.min_tokens[row] = sampling.min_tokens
 

@@ -28,7 +28,7 @@ def largest_plan(
     extra that costs memory, and keeps all K/V in the null block."""
     lengths = _split(budget, max_num_seqs, max_model_len)
     sampling = SamplingParams(
-        temperature=1.0, top_p=0.99, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=1
+        seed=0, top_p=0.99, min_p=0.01, presence_penalty=0.1, logprobs=20, max_tokens=1
     )
     scheduled, admitted = [], []
     for number, length in enumerate(lengths):

@@ -212,7 +212,6 @@ class Worker:
             self._config.scheduler.max_num_seqs,
             max_blocks=-(-max_model_len // block_size),
             vocab_size=self._model.vocab_size,
-            seed=self._config.model.seed,
             device=device,
         )
         mode = self._config.model.logprobs_mode

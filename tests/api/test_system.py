@@ -14,9 +14,9 @@ from tests.api.test_streaming import open_request, wait_until
 
 
 def test_health_and_ping_tell_that_the_engine_lives(http: httpx.Client) -> None:
-    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
-        response = http.request(method, path)
-        assert (response.status_code, response.content) == (200, b"")
+    for asked in ("GET /health", "GET /ready", "GET /ping", "POST /ping"):
+        response = http.request(*asked.split())
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
 def test_ops_01_health_and_every_request_say_503_once_the_engine_is_dead() -> None:

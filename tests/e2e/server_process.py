@@ -90,7 +90,8 @@ class ServerProcess:
         """The engine's process: of the front's children the one that uses most memory (the others
         are helpers of Python's multiprocessing)."""
         self._note_family()
-        return max(self._family, key=lambda process: process.memory_info().rss)
+        living = [process for process in self._family if process.is_running()]
+        return max(living, key=lambda process: process.memory_info().rss)
 
     @property
     def log(self) -> str:

@@ -120,7 +120,6 @@ class SharedModel:
             engine.max_num_seqs,
             max_blocks=-(-MAX_MODEL_LEN // engine.block_size),
             vocab_size=self.model.vocab_size,
-            seed=0,
             device=self.device,
         )
         return make_runner(

@@ -122,7 +122,7 @@ async def test_ops_10_more_connections_than_the_soft_file_limit_are_served(
 async def test_ops_01_a_killed_engine_fails_requests_at_once_and_ends_the_server(
     tiny_model: Path,
 ) -> None:
-    with serve(tiny_model, "--served-model-name", "tiny") as server:
+    with serve(tiny_model, "--served-model-name", "tiny", "--engine-restarts", "0") as server:
         server.wait_ready()
         async with client(server) as http, running_stream(http) as stream:
             plain = asyncio.create_task(http.post("/v1/completions", json=LONG | {"stream": False}))
@@ -141,6 +141,74 @@ async def test_ops_01_a_killed_engine_fails_requests_at_once_and_ends_the_server
             assert refused.status_code == 503
             assert refused.json()["error"]["message"]
         assert server.wait() != 0
+        assert "engine died" in server.log
+
+
+WISHES: tuple[dict, ...] = (
+    {},
+    {"seed": 1, "temperature": 1.0, "logprobs": 2},
+    {"seed": 2, "temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"seed": 3, "temperature": 1.2, "top_p": 0.9, "n": 2},
+    {"repetition_penalty": 1.3, "logit_bias": {"40": 2.0}, "min_tokens": 5},
+    {"seed": 4, "temperature": 1.0, "stop": ["zq", "qz"], "ignore_eos": False},
+)
+"""What a moved stream must not lose: draws, penalties, logprobs, choices, stop strings."""
+
+
+async def whole(http: httpx.AsyncClient, body: dict) -> dict:
+    """Everything that a streamed completion says, put together."""
+    texts: dict[int, str] = {}
+    ends, logprobs, usage = {}, [], {}
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+    async with http.stream("POST", "/v1/completions", json=asked) as response:
+        async for event in events(response):
+            assert "error" not in event, event
+            usage = event["usage"] or usage
+            for choice in event["choices"]:
+                index = choice["index"]
+                texts[index] = texts.get(index, "") + choice["text"]
+                ends[index] = choice["finish_reason"] or ends.get(index)
+                if choice["logprobs"]:
+                    logprobs += choice["logprobs"]["token_logprobs"]
+    counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+    return {"texts": texts, "ends": ends, "logprobs": logprobs, "usage": counts}
+
+
+async def test_a_killed_engine_costs_open_streams_a_pause_and_not_one_bit(
+    tiny_model: Path,
+) -> None:
+    """kill -9 under 18 streams; and once more within a minute, which is the end."""
+    with serve(tiny_model, "--served-model-name", "tiny") as server:
+        server.wait_ready()
+        bodies = [completion(f"Story {i}", 300) | WISHES[i % len(WISHES)] for i in range(18)]
+        draw = completion("Draw", 300, temperature=1.0)  # its seed is drawn by the server
+
+        def generated() -> float:
+            return server.metric("serve_llm_generation_tokens_total")
+
+        async with client(server) as http:
+            undisturbed = await asyncio.gather(*(whole(http, body) for body in bodies))
+            before, engine = generated(), server.engine
+            moved = asyncio.gather(*(whole(http, body) for body in bodies))
+            unseeded = asyncio.create_task(whole(http, draw))
+            await until(lambda: generated() > before + 1000, "all are under way")
+            engine.kill()
+            await until(
+                lambda: httpx.get(f"{server.url}/health").json()["status"] == "restarting",
+                "the death is noticed",
+            )
+            not_ready = await http.get("/ready")
+            assert (not_ready.status_code, "retry-after" in not_ready.headers) == (503, True)
+            late = asyncio.create_task(streamed_text(http, completion("Late", 5)))
+            assert await moved == undisturbed
+            assert (await unseeded)["usage"]["completion_tokens"] == 300
+            assert await late
+            assert (await http.get("/ready")).status_code == 200
+            assert server.metric("serve_llm_engine_restarts_total") == 1
+            assert generated() > before
+            assert is_idle(server)
+            server.engine.kill()
+        assert server.wait() == 1
         assert "engine died" in server.log
 
 

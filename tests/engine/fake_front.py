@@ -66,6 +66,10 @@ class ScriptedClient:
         """The engine's next step."""
         self._messages.put_nowait(StepOutputs(list(deltas), EngineStats(), time))
 
+    def tell(self, stats: EngineStats) -> None:
+        """A step that changed nothing but figures."""
+        self._messages.put_nowait(StepOutputs([], stats, 0.0))
+
     def die(self, reason: str) -> None:
         self._messages.put_nowait(EngineDied(reason))
 
@@ -84,6 +88,7 @@ class Notebook:
     """An EngineObserver that writes everything down."""
 
     models: list[ServedModel] = field(default_factory=list)
+    restarts: int = 0
     stats: list[EngineStats] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -91,6 +96,9 @@ class Notebook:
 
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
         self.models.append(model)
+
+    def engine_restarted(self) -> None:
+        self.restarts += 1
 
     def stepped(self, stats: EngineStats) -> None:
         self.stats.append(stats)

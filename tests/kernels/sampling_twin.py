@@ -19,7 +19,7 @@ EVERY_WISH = [
             SamplingParams(seed=2, temperature=0.6, top_k=20),
             SamplingParams(seed=3, top_p=0.8, logprobs=1),
             SamplingParams(seed=4, min_p=0.1, frequency_penalty=0.4),
-            SamplingParams(temperature=1.3, top_k=1),
+            SamplingParams(seed=6, temperature=1.3, top_k=1),
             SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.2),
             SamplingParams(seed=5, top_k=50, top_p=0.7, min_p=0.01, allowed_token_ids=(3, 7, 900)),
         ]

@@ -62,9 +62,7 @@ def test_a_replayed_decoder_gives_the_tokens_of_an_eager_one(tmp_path: Path) -> 
             copy_blocks=kernels.copy_blocks,
             allocate_host=device.allocate_host,
         )
-        rows = RequestRows(
-            4, max_blocks=MAX_BLOCKS, vocab_size=model.vocab_size, seed=0, device=device
-        )
+        rows = RequestRows(4, max_blocks=MAX_BLOCKS, vocab_size=model.vocab_size, device=device)
         return make_runner(model, storage, rows, BLOCK_SIZE, device, graph_sizes=graph_sizes)
 
     replayed = tokens_of(runner((3,)))

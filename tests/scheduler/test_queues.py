@@ -15,6 +15,7 @@ def request(number: int, *, priority: int = 0, preempted: bool = False) -> Reque
         add_request(f"r{number}", 2, 2, arrival_time=number), (priority, 0.0, number), 4
     )
     made.num_preemptions = int(preempted)
+    made.first_scheduled_time = 0.0 if preempted else None
     return made
 
 
@@ -57,6 +58,7 @@ def test_a_request_may_come_back_with_another_place() -> None:
     queue.push(second)
     queue.remove(second)
     second.num_preemptions = 1
+    second.first_scheduled_time = 0.0
     queue.push(second)
     assert drain(queue) == [second, first]
 

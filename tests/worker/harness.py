@@ -37,7 +37,7 @@ def cpu() -> CpuDevice:
 
 
 def make_rows(vocab_size: int, *, num_rows: int = 64, max_blocks: int = 8) -> RequestRows:
-    return RequestRows(num_rows, max_blocks=max_blocks, vocab_size=vocab_size, seed=0, device=cpu())
+    return RequestRows(num_rows, max_blocks=max_blocks, vocab_size=vocab_size, device=cpu())
 
 
 def row_data(request_id: str, asked: Asked, block_ids: Sequence[int] = ()) -> RowData:
@@ -163,7 +163,7 @@ class RunnerStand:
         kernels = reference.kernels()
         self.device = device or cpu()
         self.rows = RequestRows(
-            8, max_blocks=16, vocab_size=self.model.vocab_size, seed=0, device=self.device
+            8, max_blocks=16, vocab_size=self.model.vocab_size, device=self.device
         )
         self.storage = KVStorage(
             layer_shapes(self.model, kernels, block_size),

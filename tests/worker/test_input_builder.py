@@ -70,7 +70,7 @@ def test_tokens_still_in_flight_come_from_the_rows() -> None:
 
 
 def test_log_04_each_prompt_position_but_the_first_is_scored_once_over_chunks() -> None:
-    wish = SamplingParams(prompt_logprobs=2)
+    wish = SamplingParams(seed=1, prompt_logprobs=2)
     scored: list[int] = []
     for start, count in ((0, 3), (3, 1), (4, 6)):
         step = plan([share("b", 0, [1, 2]), share("a", start, [*range(start, start + count)])])

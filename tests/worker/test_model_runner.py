@@ -143,7 +143,7 @@ def test_logprobs_come_for_those_who_ask_as_many_as_they_ask() -> None:
 def test_log_01_log_04_prompt_logprobs_are_raw_and_complete_over_chunks() -> None:
     stand = RunnerStand()
     prompt = [5, 6, 7, 8, 9]
-    asked = SamplingParams(temperature=1.0, top_k=1, prompt_logprobs=1)
+    asked = SamplingParams(seed=1, top_k=1, prompt_logprobs=1)
     steps = [
         plan(
             [share("a", 0, prompt[:2], samples=False)],

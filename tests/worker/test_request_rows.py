@@ -43,7 +43,7 @@ def test_a_reused_row_has_null_blocks_past_its_table() -> None:
 def test_sampled_tokens_are_noted_where_the_next_step_and_the_penalties_find_them() -> None:
     rows = make_rows(10)
     rows.admit(row_data("plain", Asked(PLAIN)))
-    penalized = SamplingParams(presence_penalty=1.0, bad_words_token_ids=((1, 2),))
+    penalized = SamplingParams(seed=1, presence_penalty=1.0, bad_words_token_ids=((1, 2),))
     rows.admit(row_data("penalized", Asked(penalized, prompt=[3])))
     numbers = torch.tensor([rows.rows_of(["plain"])[0], rows.rows_of(["penalized"])[0]])
     rows.record(numbers.numpy(), numbers, torch.tensor([7, 8]))
@@ -54,7 +54,7 @@ def test_sampled_tokens_are_noted_where_the_next_step_and_the_penalties_find_the
 
 
 def test_a_prompt_is_scored_only_before_the_first_generated_token() -> None:
-    asked = SamplingParams(prompt_logprobs=1)
+    asked = SamplingParams(seed=1, prompt_logprobs=1)
     rows = make_rows(10)
     rows.admit(row_data("new", Asked(asked, prompt=[1, 2])))
     rows.admit(row_data("back", Asked(asked, prompt=[1, 2], generated=[3])))

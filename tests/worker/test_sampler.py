@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
+from serve.engine.request_limits import with_seed
 from serve.sampling_params import SamplingParams
 from tests.worker.harness import Asked, SamplerStand, row_data, sample
 
@@ -90,9 +92,9 @@ def test_only_allowed_tokens_are_drawn() -> None:
     assert_distribution(SamplingParams(allowed_token_ids=(2, 1, 99, -1)), SKEWED, expected)
 
 
-def test_unseeded_requests_draw_from_the_distribution_too() -> None:
-    draws = 2000
-    asked = [Asked(SamplingParams()) for _ in range(draws)]
+def test_requests_whose_seeds_the_front_drew_keep_to_the_distribution() -> None:
+    draws, seeds = 2000, Random(0)
+    asked = [Asked(with_seed(SamplingParams(), seeds)) for _ in range(draws)]
     counts = torch.tensor(sample(SKEWED.expand(draws, -1), asked)).bincount(minlength=VOCAB)
     chi_square = ((counts - SKEWED.exp() * draws) ** 2 / (SKEWED.exp() * draws)).sum()
     assert chi_square < CHI_SQUARE[7]
@@ -121,12 +123,12 @@ def test_top_k_beyond_the_first_candidates_is_exact() -> None:
 
 
 STRANGERS = [
-    SamplingParams(),
+    SamplingParams(seed=9),
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.3, top_p=0.4, min_p=0.1),
-    SamplingParams(top_k=3, presence_penalty=2.0, frequency_penalty=1.0),
-    SamplingParams(repetition_penalty=2.0, logit_bias={3: 50.0}, logprobs=3),
-    SamplingParams(allowed_token_ids=(1, 2), min_tokens=3, stop_token_ids=(1,)),
+    SamplingParams(seed=9, top_k=3, presence_penalty=2.0, frequency_penalty=1.0),
+    SamplingParams(seed=9, repetition_penalty=2.0, logit_bias={3: 50.0}, logprobs=3),
+    SamplingParams(seed=9, allowed_token_ids=(1, 2), min_tokens=3, stop_token_ids=(1,)),
     SamplingParams(bad_words_token_ids=((4,), (0, 5)), temperature=0.0),
 ]
 ASKED = [
@@ -173,11 +175,11 @@ def test_preemption_does_not_change_a_seeded_draw() -> None:
     """After recompute the request is admitted anew, to another row, with its generated tokens."""
     logits = random_logits(1)
     whole = Asked(seeded(5, frequency_penalty=1.0), prompt=[1, 2], generated=[3, 3, 9])
-    stand = SamplerStand(50, [Asked(SamplingParams()), whole])
+    stand = SamplerStand(50, [Asked(seeded(9)), whole])
     before = stand.sample(logits.expand(2, -1)).token_ids[1]
     stand.rows.release(["1", "0"])
     stand.rows.admit(row_data("1", whole))
-    stand.rows.admit(row_data("0", Asked(SamplingParams())))
+    stand.rows.admit(row_data("0", Asked(seeded(9))))
     assert stand.sample(logits.expand(2, -1)).token_ids[1] == before
 
 
@@ -224,7 +226,7 @@ def test_infinite_logits_are_never_drawn_and_never_nan() -> None:
 
 def test_contradicting_wishes_still_give_a_token_and_leave_neighbours_alone() -> None:
     """Only token 2 is allowed, but it ends the request, which min_tokens forbids yet."""
-    asked = SamplingParams(allowed_token_ids=(2,), stop_token_ids=(2,), min_tokens=4, max_tokens=9)
+    asked = seeded(9, allowed_token_ids=(2,), stop_token_ids=(2,), min_tokens=4, max_tokens=9)
     logits = random_logits(2)
     for temperature in (0.0, 1.0):
         tokens = sample(logits, [replace(asked, temperature=temperature), seeded(3)])
@@ -233,7 +235,7 @@ def test_contradicting_wishes_still_give_a_token_and_leave_neighbours_alone() ->
 
 def test_wholly_disallowed_rows_do_not_poison_the_batch() -> None:
     logits = random_logits(2)
-    nothing = SamplingParams(allowed_token_ids=(999,), top_p=0.5)
+    nothing = seeded(9, allowed_token_ids=(999,), top_p=0.5)
     assert sample(logits, [nothing, seeded(3)])[1] == sample(logits[1:], [seeded(3)])[0]
 
 
@@ -243,7 +245,7 @@ def test_wholly_disallowed_rows_do_not_poison_the_batch() -> None:
 def test_log_01_logprobs_are_those_of_the_raw_distribution() -> None:
     logits = random_logits(3)
     asked = [
-        Asked(SamplingParams(logprobs=4, top_k=1)),
+        Asked(seeded(9, logprobs=4, top_k=1)),
         Asked(SamplingParams(temperature=0.0)),
         Asked(
             seeded(1, logprobs=0, temperature=2.0, logit_bias={7: 100.0}, frequency_penalty=2.0),

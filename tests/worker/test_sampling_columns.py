@@ -8,8 +8,8 @@ from serve.worker.sampling_columns import TOP_K, TOP_P, SamplingColumns, Wish
 VOCAB = 100
 
 
-def admitted(sampling: SamplingParams, *, seed: int = 0) -> SamplingColumns:
-    columns = SamplingColumns(4, VOCAB, seed)
+def admitted(sampling: SamplingParams) -> SamplingColumns:
+    columns = SamplingColumns(4, VOCAB)
     columns.admit(2, sampling, num_prompt_tokens=5)
     return columns
 
@@ -19,11 +19,11 @@ def admitted(sampling: SamplingParams, *, seed: int = 0) -> SamplingColumns:
     [
         (SamplingParams(temperature=0.0), Wish(0)),
         (SamplingParams(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1, seed=3), Wish(0)),
-        (SamplingParams(), Wish.RANDOM),
-        (SamplingParams(top_k=VOCAB), Wish.RANDOM),
-        (SamplingParams(top_k=VOCAB - 1), Wish.RANDOM | Wish.TOP),
-        (SamplingParams(top_p=0.99), Wish.RANDOM | Wish.TOP),
-        (SamplingParams(min_p=0.01), Wish.RANDOM | Wish.MIN_P),
+        (SamplingParams(seed=1), Wish.RANDOM),
+        (SamplingParams(seed=1, top_k=VOCAB), Wish.RANDOM),
+        (SamplingParams(seed=1, top_k=VOCAB - 1), Wish.RANDOM | Wish.TOP),
+        (SamplingParams(seed=1, top_p=0.99), Wish.RANDOM | Wish.TOP),
+        (SamplingParams(seed=1, min_p=0.01), Wish.RANDOM | Wish.MIN_P),
         (SamplingParams(temperature=0.0, frequency_penalty=-0.1), Wish.PENALTIES),
         (SamplingParams(temperature=0.0, logit_bias={1: 1.0}), Wish.BIAS),
         (SamplingParams(temperature=0.0, allowed_token_ids=(1,)), Wish.ALLOWED),
@@ -42,19 +42,13 @@ def test_a_row_wishes_for_exactly_what_changes_its_answer(
 
 
 def test_filters_that_are_off_can_cut_nothing() -> None:
-    numbers = admitted(SamplingParams(top_k=-1, top_p=1.0)).numbers[2]
+    numbers = admitted(SamplingParams(seed=1, top_k=-1, top_p=1.0)).numbers[2]
     assert numbers[TOP_K] == VOCAB
     assert numbers[TOP_P] > 1.0
 
 
-def test_unseeded_requests_get_seeds_from_the_engines_and_seeded_ones_keep_theirs() -> None:
-    def seeds(engine_seed: int) -> list[int]:
-        columns = SamplingColumns(4, VOCAB, engine_seed)
-        for row in range(3):
-            columns.admit(row, SamplingParams(), 1)
-        columns.admit(3, SamplingParams(seed=-(2**63)), 1)
-        return [int(seed) for seed in columns.seeds]
-
-    assert seeds(1) == seeds(1)
-    assert seeds(1)[3] == seeds(2)[3] == -(2**63)
-    assert len({*seeds(1)[:3], *seeds(2)[:3]}) == 6
+def test_a_row_draws_with_its_requests_seed_and_never_without_one() -> None:
+    assert admitted(SamplingParams(seed=-(2**63))).seeds[2] == -(2**63)
+    assert admitted(SamplingParams(temperature=0.0)).seeds[2] == 0
+    with pytest.raises(AssertionError, match="needs a seed"):
+        admitted(SamplingParams(temperature=0.5))

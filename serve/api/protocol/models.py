@@ -32,6 +32,12 @@ class Version(ResponseModel):
     version: str
 
 
+class Health(ResponseModel):
+    """Alive. While the engine process is started again, requests wait for it."""
+
+    status: Literal["ok", "restarting"]
+
+
 class Load(ResponseModel):
     """Generation requests that are open now (vLLM's name)."""
 
