@@ -215,5 +215,13 @@ class EngineDied:
     is_config_error: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The engine ended and another one is being started; EngineReady or EngineDied comes next.
+    Said by the front's own client, never by an engine."""
+
+    reason: str
+
+
 ToEngine = AddRequest | AbortRequests | Shutdown | Control
-FromEngine = EngineReady | StepOutputs | EngineDied | ControlResult
+FromEngine = EngineReady | StepOutputs | EngineDied | EngineLost | ControlResult

@@ -73,14 +73,11 @@ class _Server:
         self._listener = listener
         self._metrics = Metrics(server.metrics_prefix)
         self._engine = AsyncEngine(
-            ProcessClient(config, model_path),
+            Succession(lambda: ProcessClient(config, model_path), server.engine_restarts),
             load_tokenizer(model_path, config.model.load_format, server.chat_template),
             self._metrics,
             names=server.served_model_name or (config.model.model or DEFAULT_MODEL.name,),
             generation=read_generation_config(model_path, server.generation_config),
-            succession=Succession(
-                lambda: ProcessClient(config, model_path), server.engine_restarts
-            ),
             seed=config.model.seed,
         )
         self._stop = asyncio.Event()

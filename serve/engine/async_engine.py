@@ -12,30 +12,28 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 from serve.engine.client import EngineClient
-from serve.engine.control_calls import Answer, ControlCalls
+from serve.engine.control_calls import Answer, ControlCalls, value_of
 from serve.engine.detokenizer import Detokenizer
 from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
 from serve.engine.request_limits import check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
-from serve.engine.setup import EngineSetup
-from serve.engine.succession import Succession
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import ConfigError, EngineDead, InvalidRequest, RequestAborted, ServeError
+from serve.errors import EngineDead, RequestAborted, ServeError
 from serve.messages import (
     AbortRequests,
     AddRequest,
     ControlResult,
     EngineDied,
+    EngineLost,
     EngineReady,
-    EngineStats,
     FinishReason,
     StepOutputs,
     TokenDelta,
@@ -67,18 +65,13 @@ class AsyncEngine:
         *,
         names: tuple[str, ...] = ("default",),
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        succession: Succession | None = None,
         seed: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.dead_reason: str | None = None
         self.is_restarting = False
         self._client = client
-        self._succession = succession or Succession()
-        self._setup = EngineSetup()
         self._seeds = Random(seed)
-        self._past = EngineStats()  # totals of engines that died
-        self._last_stats = EngineStats()
         self._observer = observer
         self._names = names
         self._generation = generation
@@ -91,7 +84,7 @@ class AsyncEngine:
         self._dead = asyncio.Event()
         self._draining = False
         self._pump_task: asyncio.Task[None] | None = None
-        self._restoring: asyncio.Task[None] | None = None
+        self._restoring: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the engine. Raises ConfigError or EngineDead."""
@@ -169,9 +162,7 @@ class AsyncEngine:
         """
         if self.dead_reason is not None:
             raise EngineDead(self.dead_reason)
-        answer = await self._calls.ask(name, args)
-        self._setup.note(name, args, answer)
-        return answer
+        return await self._calls.ask(name, args)
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change scheduler settings while it runs; all that may change, as they are then.
@@ -204,7 +195,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Stop the engine. Requests that still run get EngineDead."""
-        tasks = [task for task in (self._pump_task, self._restoring) if task is not None]
+        tasks = self._restoring if self._pump_task is None else [*self._restoring, self._pump_task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -221,8 +212,7 @@ class AsyncEngine:
         self._expecting[request.request_id] = stream
         self._num_readers += 1
         self._no_readers.clear()
-        if not self.is_restarting:  # else it goes to the next engine with all that is open
-            self._client.send(request)
+        self._client.send(request)
         try:
             while True:
                 output = await stream.next()
@@ -251,72 +241,52 @@ class AsyncEngine:
                         self._distribute(outputs)
                     case ControlResult() as result:
                         self._calls.answered(result)
+                    case EngineLost(reason):
+                        self._hold(reason)
+                    case EngineReady() as ready:
+                        self._resume(ready)
                     case EngineDied(reason):
-                        if not await self._move_on(reason):
-                            return
+                        self._die(reason)
+                        return
         except Exception as error:
             logger.exception("the engine's front failed")
             self._die(f"the engine's front failed: {type(error).__name__}: {error}")
 
-    async def _move_on(self, reason: str) -> bool:
-        """Go on with another engine; False when there is none, and this is the end."""
-        successor = self._succession.next_client()
-        if successor is None:
-            self._die(reason)
-            return False
+    def _hold(self, reason: str) -> None:
+        """The engine is lost; another one is on its way, to which all that is open will move."""
         logger.error("the engine died: %s", reason)
         logger.warning("starting it again; %d open streams will go on", len(self._expecting))
         self.is_restarting = True
-        self._calls.hold()
-        await self._client.close()
-        self._client = successor
-        try:
-            ready = await self._while_expiring(successor.start())
-        except (ConfigError, EngineDead) as error:
-            self._die(f"{reason} It could not be started again: {error}")
-            return False
-        self._resume(ready)
-        return True
+        self._restoring.append(asyncio.create_task(self._expire(), name="engine-away"))
 
-    async def _while_expiring(self, start: Coroutine[Any, Any, EngineReady]) -> EngineReady:
-        """The new engine's start. Meanwhile nobody else ends requests that wait too long."""
-        starting = asyncio.ensure_future(start)
-        try:
-            while not (await asyncio.wait({starting}, timeout=EXPIRE_EVERY_S))[0]:
-                self._expire()
-            return starting.result()
-        finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for engine_id, stream in list(self._expecting.items()):
-            if stream.is_overdue(now):
-                message = "the request's timeout passed while the engine was being started again."
-                error = TokenDelta(engine_id, [], finish_reason=FinishReason.TIMEOUT, error=message)
-                self._feed(stream, error, now)
+    async def _expire(self) -> None:
+        """While there is no engine, end the requests that wait longer than they would."""
+        while self.is_restarting:
+            now = time.monotonic()
+            for engine_id, stream in list(self._expecting.items()):
+                if stream.is_overdue(now):
+                    message = "its timeout passed while the engine was being started again."
+                    reason = FinishReason.TIMEOUT
+                    delta = TokenDelta(engine_id, [], finish_reason=reason, error=message)
+                    self._feed(stream, delta, now)
+            await asyncio.sleep(EXPIRE_EVERY_S)
 
     def _resume(self, ready: EngineReady) -> None:
-        """Set the new engine up as the old one was, and move every open stream to it."""
+        """Set a new engine up as the last one was, and move every open stream to it."""
         self.ready = replace(ready, scheduling_policy=self.ready.scheduling_policy)
         self.is_restarting = False
-        self._past = self._last_stats
         self._observer.engine_restarted()
-        calls = [(name, args, self._calls.send(name, args)) for name, args in self._setup.calls()]
-        self._calls.resume(self._client)
+        repeated = self._calls.repeat()
         for stream in self._expecting.values():  # in the order of their arrival
             self._client.send(stream.moved())
-        self._restoring = asyncio.create_task(self._restore(calls), name="engine-restore")
+        self._restoring = [asyncio.create_task(self._restore(repeated), name="engine-restore")]
         logger.info("the engine is back, and %d streams go on", len(self._expecting))
 
-    async def _restore(self, calls: list[tuple[str, dict[str, Any], Answer]]) -> None:
-        """Hear what the new engine says to its setup; compute the pinned prefixes once more."""
-        for name, args, answer in calls:
+    async def _restore(self, repeated: list[tuple[str, dict[str, Any], Answer]]) -> None:
+        """Hear what a new engine says to its setup; compute the pinned prefixes once more."""
+        for name, args, answer in repeated:
             try:
-                result = await answer
-                if result.error is not None:
-                    raise InvalidRequest(result.error, param=result.param)
+                value_of(await answer)
                 if name == "pin":
                     salt = args["cache_salt"] or None
                     only_prompt = SamplingParams(max_tokens=0)
@@ -326,8 +296,7 @@ class AsyncEngine:
                 logger.warning("%s could not be repeated after the restart: %s", name, error)
 
     def _distribute(self, outputs: StepOutputs) -> None:
-        self._last_stats = outputs.stats.after(self._past)
-        self._observer.stepped(self._last_stats)
+        self._observer.stepped(outputs.stats)
         for delta in outputs.deltas:
             stream = self._expecting.get(delta.request_id)
             if stream is not None:  # else it was aborted while this was on its way
@@ -350,13 +319,13 @@ class AsyncEngine:
 
     def _abort(self, engine_id: str, reason: FinishReason, now: float) -> None:
         stream = self._expecting.pop(engine_id)
-        if not self.is_restarting:
-            self._client.send(AbortRequests([engine_id]))
+        self._client.send(AbortRequests([engine_id]))
         self._observer.request_finished(stream.finished(reason, now))
 
     def _die(self, reason: str) -> None:
         """End every open stream with EngineDead, now and for good."""
         self.dead_reason = reason
+        self.is_restarting = False
         self._dead.set()
         self._calls.fail(reason)
         orphans, self._expecting = self._expecting, {}

@@ -1,4 +1,4 @@
-"""Control messages to the engine, and who waits for each answer."""
+"""Control messages to the engine, who waits for each answer, and what must be said again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 from serve.engine.client import EngineClient
+from serve.engine.setup import EngineSetup
 from serve.errors import EngineDead, InvalidRequest
 from serve.messages import Control, ControlResult
 
@@ -17,26 +18,17 @@ class ControlCalls:
     """The calls that are open; lives on the engine's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._client: EngineClient | None = client  # None while there is no engine
+        self._client = client
         self._ids = itertools.count()
         self._open: dict[int, tuple[Control, Answer]] = {}
-
-    def send(self, name: str, args: dict[str, Any]) -> Answer:
-        """Ask something; the answer comes later, or EngineDead."""
-        call = Control(next(self._ids), name, args)
-        answer: Answer = asyncio.get_running_loop().create_future()
-        self._open[call.call_id] = call, answer
-        if self._client is not None:
-            self._client.send(call)
-        return answer
+        self._setup = EngineSetup()
 
     async def ask(self, name: str, args: dict[str, Any]) -> Any:
         """The engine's answer. Raises InvalidRequest for what it refuses, EngineDead when it dies
-        meanwhile."""
-        result = await self.send(name, args)
-        if result.error is not None:
-            raise InvalidRequest(result.error, param=result.param)
-        return result.value
+        meanwhile and no other engine follows."""
+        answer = value_of(await self._send(name, args))
+        self._setup.note(name, args, answer)
+        return answer
 
     def answered(self, result: ControlResult) -> None:
         """Hand an answer to whoever still waits for it."""
@@ -44,16 +36,14 @@ class ControlCalls:
         if answer is not None and not answer.done():
             answer.set_result(result)
 
-    def hold(self) -> None:
-        """The engine is away: what is open, and what is asked from now on, waits for the next."""
-        self._client = None
-
-    def resume(self, client: EngineClient) -> None:
-        """Ask another engine what is open. It may be asked twice: every call shows or sets."""
-        self._client = client
-        self._open = {i: (call, a) for i, (call, a) in self._open.items() if not a.done()}
-        for call, _ in self._open.values():
-            client.send(call)
+    def repeat(self) -> list[tuple[str, dict[str, Any], Answer]]:
+        """Tell a new engine all that was set in the one before it, and ask it what is open (every
+        call shows or sets: it may be made twice). What was set, with the answers to come."""
+        open_calls = [call for call, answer in self._open.values() if not answer.done()]
+        repeated = [(name, args, self._send(name, args)) for name, args in self._setup.calls()]
+        for call in open_calls:
+            self._client.send(call)
+        return repeated
 
     def fail(self, reason: str) -> None:
         """No more answers will come."""
@@ -61,3 +51,17 @@ class ControlCalls:
         for _, answer in waiting.values():
             if not answer.done():
                 answer.set_exception(EngineDead(reason))
+
+    def _send(self, name: str, args: dict[str, Any]) -> Answer:
+        call = Control(next(self._ids), name, args)
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._open[call.call_id] = call, answer
+        self._client.send(call)
+        return answer
+
+
+def value_of(result: ControlResult) -> Any:
+    """What the engine answered. Raises InvalidRequest for what it refused."""
+    if result.error is not None:
+        raise InvalidRequest(result.error, param=result.param)
+    return result.value

@@ -1,36 +1,100 @@
-"""Whether a dead engine is followed by another one."""
+"""Engines one after the other: when one dies, the next one is started in its place."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from serve.engine.client import EngineClient
+from serve.errors import ConfigError, EngineDead
+from serve.messages import (
+    EngineDied,
+    EngineLost,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    StepOutputs,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
 
 WINDOW_S = 60.0
-"""Deaths count against `most` for so long: what dies again at once would die for ever."""
+"""Deaths count for so long: what dies again at once would die for ever."""
 
 
 class Succession:
-    """Gives out at most `most` new clients within a minute; none without a `make_client`."""
+    """An EngineClient over one engine at a time; after at most `most` deaths within a minute there
+    is another one.
+
+    `receive` then says EngineLost and, when the next engine can take requests, EngineReady. It
+    knows nothing of what the last one was sent; what is sent in between goes nowhere. Totals go on.
+    """
 
     def __init__(
         self,
-        make_client: Callable[[], EngineClient] | None = None,
-        most: int = 0,
+        make_client: Callable[[], EngineClient],
+        most: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_client = make_client
         self._clock = clock
-        self._times: deque[float | None] = deque([None] * most, maxlen=most)  # of the last ones
+        self._deaths: deque[float] = deque(maxlen=most)
+        self._client = make_client()
+        self._lost: EngineDied | None = None  # the end of an engine whose successor is to come
+        self._past: EngineStats | None = None
+        self._stats = EngineStats()
 
-    def next_client(self) -> EngineClient | None:
-        """A client of an engine that is still to be started, or None: it ends here."""
-        if self._make_client is None or not self._times:
-            return None
-        now, eldest = self._clock(), self._times[0]
-        if eldest is not None and now - eldest < WINDOW_S:
-            return None
-        self._times.append(now)
-        return self._make_client()
+    async def start(self) -> EngineReady:
+        """Start the first engine."""
+        return await self._client.start()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message for the engine, if there is one."""
+        if self._lost is None:
+            self._client.send(message)
+
+    async def receive(self) -> FromEngine:
+        """The next message; starts the next engine if the last one was lost."""
+        if self._lost is not None:
+            return await self._succeed(self._lost)
+        match await self._client.receive():
+            case StepOutputs() as outputs:
+                return self._go_on(outputs)
+            case EngineDied(reason) as died if self._is_followed():
+                self._lost = died
+                return EngineLost(reason)
+            case message:
+                return message
+
+    async def close(self) -> None:
+        """End the engine that there is."""
+        await self._client.close()
+
+    async def _succeed(self, died: EngineDied) -> EngineReady | EngineDied:
+        await self._client.close()
+        self._client = self._make_client()
+        try:
+            ready = await self._client.start()
+        except (ConfigError, EngineDead) as error:
+            return EngineDied(f"{died.reason} It could not be started again: {error}")
+        self._lost, self._past = None, self._stats
+        return ready
+
+    def _go_on(self, outputs: StepOutputs) -> StepOutputs:
+        self._stats = outputs.stats
+        if self._past is None:  # as nearly always
+            return outputs
+        self._stats = outputs.stats.after(self._past)
+        return replace(outputs, stats=self._stats)
+
+    def _is_followed(self) -> bool:
+        """Whether this death is forgiven; it counts from now on."""
+        now, most = self._clock(), self._deaths.maxlen
+        if not most or (len(self._deaths) == most and now - self._deaths[0] < WINDOW_S):
+            return False
+        self._deaths.append(now)
+        return True

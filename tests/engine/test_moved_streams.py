@@ -22,6 +22,7 @@ from serve.messages import (
     Control,
     ControlResult,
     EngineDied,
+    EngineLost,
     EngineReady,
     EngineStats,
     FinishReason,
@@ -43,14 +44,14 @@ class Line:
     """Scripted engines, one after the other."""
 
     def __init__(self, most: int = 1) -> None:
-        self.clients = [ScriptedClient()]
+        self.clients: list[ScriptedClient] = []
         self.notebook = Notebook()
-        self.engine = AsyncEngine(
-            self.clients[0], served(), self.notebook, succession=Succession(self._next, most)
-        )
+        self.make: type[ScriptedClient] = ScriptedClient  # the next one
+        succession = Succession(self._next, most)
+        self.engine = AsyncEngine(succession, served(), self.notebook)
 
     def _next(self) -> ScriptedClient:
-        self.clients.append(ScriptedClient())
+        self.clients.append(self.make())
         return self.clients[-1]
 
     async def kill(self) -> None:
@@ -105,8 +106,7 @@ async def test_what_comes_while_there_is_no_engine_waits_for_the_next_one() -> N
             await gate.wait()
             return await super().start()
 
-    engines._next = lambda: engines.clients.append(Slow()) or engines.clients[-1]  # type: ignore[func-returns-value, method-assign]
-    engines.engine._succession = Succession(engines._next, 1)
+    engines.make = Slow
     await engines.kill()
     assert engines.engine.is_restarting
     assert engines.engine.dead_reason is None
@@ -208,7 +208,7 @@ async def test_an_engine_that_cannot_be_started_again_is_the_end_with_both_reaso
         async def start(self) -> EngineReady:
             raise ConfigError("no memory is left.")
 
-    engines.engine._succession = Succession(Broken, 1)
+    engines.make = Broken
     reader = read(engines.engine)
     await settle()
     await engines.kill()
@@ -217,14 +217,26 @@ async def test_an_engine_that_cannot_be_started_again_is_the_end_with_both_reaso
     await engines.engine.close()
 
 
-def test_only_so_many_deaths_within_a_minute_are_forgiven() -> None:
-    now = 0.0
-    succession = Succession(ScriptedClient, 2, clock=lambda: now)
-    assert [succession.next_client() is not None for _ in range(3)] == [True, True, False]
+@pytest.mark.parametrize("most", [0, 1, 2])
+async def test_only_so_many_deaths_within_a_minute_are_forgiven(most: int) -> None:
+    now, clients = 0.0, []
+
+    def make() -> ScriptedClient:
+        clients.append(ScriptedClient())
+        return clients[-1]
+
+    succession = Succession(make, most, clock=lambda: now)
+    await succession.start()
+    for _ in range(most):
+        clients[-1].die("killed.")
+        assert isinstance(await succession.receive(), EngineLost)
+        assert isinstance(await succession.receive(), EngineReady)
+    clients[-1].die("killed.")
+    now = WINDOW_S - 1
+    assert await succession.receive() == EngineDied("killed.")
     now = WINDOW_S
-    assert [succession.next_client() is not None for _ in range(3)] == [True, True, False]
-    assert Succession(ScriptedClient, 0).next_client() is None
-    assert Succession().next_client() is None
+    clients[-1].die("killed.")
+    assert isinstance(await succession.receive(), EngineLost if most else EngineDied)
 
 
 class Mortal(InlineClient):
@@ -258,7 +270,7 @@ async def test_random_deaths_change_no_answer(seed: int) -> None:
 
     clock = itertools.count(step=WINDOW_S)
     succession = Succession(mortal, 1, clock=lambda: next(clock))
-    engine = AsyncEngine(mortal(), served(), Notebook(), succession=succession)
+    engine = AsyncEngine(succession, served(), Notebook())
     await engine.start()
     prompts = [[1 + i % 7] * (1 + i % 9) for i in range(25)]
     asked = [SamplingParams(max_tokens=1 + i % 11, ignore_eos=True) for i in range(25)]
