@@ -6,6 +6,7 @@ import math
 from random import Random
 
 from serve.messages import AddRequest
+from serve.scheduler.invariants import check_scheduler
 from tests.fakes import FakeClock
 from tests.strategies import Run, Workload, add_request, build, limits
 
@@ -46,7 +47,7 @@ def check_nobody_starves(rng: Random, **types: type) -> Run:
             run.core.handle(one)
         if any(delta.finish_reason for delta in run.core.step() if delta.request_id == "one"):
             return run
-        run.scheduler.check_invariants()
+        check_scheduler(run.scheduler)
         clock.advance(TURN_S)
     raise AssertionError(f"not answered after {patience} steps: {workload}, priority {gap}")
 

@@ -15,6 +15,7 @@ from serve.kv_cache.block_table import num_blocks_for
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AbortRequests, AddRequest, Control, FinishReason, ToEngine
 from serve.sampling_params import SamplingParams
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import (
@@ -262,7 +263,7 @@ def drive(
     arrivals: list[Arrival],
     *,
     max_turns: int = 20_000,
-    after_turn: Callable[[Run], None] = lambda run: run.scheduler.check_invariants(),
+    after_turn: Callable[[Run], None] = lambda run: check_scheduler(run.scheduler),
 ) -> Run:
     """Deliver arrivals and aborts by turn, step until all is done, and collect what was said."""
     events = [*_events(arrivals), *run.controls]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -126,6 +127,24 @@ def test_imports_point_one_way() -> None:
 )
 def test_an_import_against_the_direction_is_seen(module: str, line: str) -> None:
     assert len(forbidden_imports(module, ast.parse(line))) == 1
+
+
+# These know each other: one chooses among them, and all need the protocols that stand with it.
+DEVICES = {"worker.device", "worker.cuda_device", "worker.uploads"}
+
+
+def uses(module: str, tree: ast.Module) -> set[str]:
+    """Modules of ours that this one imports, or names from."""
+    names = {name.removeprefix("serve.") for name in imports(tree)}
+    found = names | {name.rpartition(".")[0] for name in names}
+    return (found & MODULES.keys()) - (DEVICES if module in DEVICES else {module})
+
+
+def test_modules_import_each_other_in_no_circle_not_even_for_types() -> None:
+    graph = {module: uses(module, tree) for module, tree in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    with pytest.raises(CycleError):
+        TopologicalSorter({**graph, "errors": {"server"}}).prepare()
 
 
 def test_every_part_has_its_row_in_the_table() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from serve.kv_cache.manager import KVCacheManager
-from serve.scheduler.back_pressure import BackPressure
 from serve.scheduler.headroom import Headroom
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits
@@ -25,7 +24,6 @@ class Admission:
         roster: Roster,
         launched: LaunchedSteps,
         order: ServiceOrder,
-        back_pressure: BackPressure,
         headroom: Headroom,
         costs: StepCosts,
         totals: Totals,
@@ -34,7 +32,6 @@ class Admission:
         self._roster = roster
         self._launched = launched
         self._order = order
-        self._back_pressure = back_pressure
         self._headroom = headroom
         self._costs = costs
         self._totals = totals
@@ -60,9 +57,14 @@ class Admission:
 
     def num_blocks_needed(self, request: Request, limits: SchedulerLimits) -> int:
         """Blocks that must be free for a queued request to be admitted."""
+        needed, kept_free = self.blocks_needed(request, limits)
+        return needed + kept_free
+
+    def blocks_needed(self, request: Request, limits: SchedulerLimits) -> tuple[int, int]:
+        """The same in two parts: its own, and those that stay free for the ones that run."""
         matched = self._match_prefix(request) if request.status is RequestStatus.WAITING else []
         needed = self._kv.num_blocks_needed(request.num_tokens, matched)
-        return needed + self._room_beside(request, limits)
+        return needed, self._room_beside(request, limits)
 
     def _swap_in(self, request: Request, plan: PlanBuilder) -> bool:
         """Bring a request's KV back if there is room."""
@@ -123,7 +125,6 @@ class Admission:
         self._roster.admit(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            self._back_pressure.note_start(now)
             self._order.started(request)
         block_ids = self._kv.block_ids(request.request_id)
         plan.admitted.append(

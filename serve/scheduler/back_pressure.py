@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from serve.errors import QueueFull
+from serve.scheduler.drain_rate import DrainRate
 from serve.scheduler.limits import SchedulerLimits
-
-WINDOW = 64
-"""Starts from which the drain rate is measured."""
 
 
 class BackPressure:
-    """Limits what may wait; remembers when requests left the queue to run for the first time."""
+    """Limits what may wait. Reads `rate`, which the scheduler keeps."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self._starts: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, limits: SchedulerLimits, rate: DrainRate) -> None:
+        self._rate = rate
         self.set_limits(limits)
 
     def set_limits(self, limits: SchedulerLimits) -> None:
@@ -24,17 +21,20 @@ class BackPressure:
         self._max_reqs = limits.max_num_queued_reqs
         self._max_tokens = limits.max_num_queued_tokens
 
-    def note_start(self, now: float) -> None:
-        """A request that never ran before has started."""
-        self._starts.append(now)
-
     def check(
-        self, num_new_tokens: int, *, num_waiting: int, num_tokens: int, num_rows: int, now: float
+        self,
+        num_new_tokens: int,
+        *,
+        num_waiting: int,
+        num_swapped: int,
+        num_tokens: int,
+        num_rows: int,
+        now: float,
     ) -> None:
         """Raises QueueFull if a request with so many tokens may not join the queue.
 
         `num_tokens` are those of all `num_waiting` requests. What the `num_rows` free rows can take
-        at once does not count as queued.
+        at once does not count as queued; those swapped out are only waited for.
         """
         num_queued = max(0, num_waiting - num_rows)
         if self._max_reqs is not None and num_queued >= self._max_reqs:
@@ -47,15 +47,10 @@ class BackPressure:
             what = f"{num_tokens} tokens are queued; at most {self._max_tokens} may be"
         else:
             return
-        wait = self.seconds_until_drained(num_waiting, now)
+        wait = self.retry_after_s(num_waiting + num_swapped, now)
         raise QueueFull(f"{what}. Try again in {wait:.0f} s.", retry_after_s=wait)
 
-    def seconds_until_drained(self, num_waiting: int, now: float) -> float:
-        """Whole seconds, at least 1, that the present queue needs at the rate of late.
-
-        Time since the last start counts, so that the estimate grows while nothing starts.
-        """
-        if len(self._starts) < 2 or now <= self._starts[0]:
-            return 1.0
-        per_start = (now - self._starts[0]) / len(self._starts)
-        return float(max(1, math.ceil(num_waiting * per_start)))
+    def retry_after_s(self, num_queued: int, now: float) -> float:
+        """Whole seconds, at least 1, that a queue of so many needs at the rate of late."""
+        seconds = self._rate.seconds_for(num_queued, now) if num_queued else None
+        return 1.0 if seconds is None else float(max(1, math.ceil(seconds)))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from serve.scheduler.request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

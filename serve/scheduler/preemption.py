@@ -87,7 +87,7 @@ class Preemption:
             self.recompute_later(victim)
         logger.info(
             "preempted %s by %s: %d computed tokens, %d → %d free blocks, its preemption no. %d",
-            victim.request_id,
+            victim.label,
             mode.name.lower(),
             num_tokens,
             free_before,

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 from serve.scheduler.request import Request
 
-_Entry = tuple[tuple[int, int, float, int], int, Request]
+_Entry = tuple[tuple[int, bool, float, int], int, Request]
 
 
 class RequestQueue:
-    """A heap: begun requests before those that never ran, then by `Request.order`.
+    """A heap by `Request.place_in_line`.
 
-    Within one level, that is: whoever was preempted comes back before anything new starts. Those
-    with more than `long_above` tokens can be passed over.
+    Within one level, whoever was preempted comes back before anything new starts. Those with more
+    than `long_above` tokens can be passed over.
     Removal marks the entry dead, and the dead are swept when they outnumber the living, so every
     operation is O(log n) or better however many wait.
     """
@@ -46,10 +46,8 @@ class RequestQueue:
         self._next_ticket += 1
         self._ticket_of[request] = ticket
         self.num_tokens += request.num_tokens
-        level, virtual_start, number = request.order
-        never_ran = int(request.first_scheduled_time is None)
         heap = self._long if request.num_tokens > self._long_above else self._short
-        heapq.heappush(heap, ((level, never_ran, virtual_start, number), ticket, request))
+        heapq.heappush(heap, (request.place_in_line, ticket, request))
         heapq.heappush(self._by_arrival, (request.arrival_time, ticket, request))
 
     def peek(self) -> Request | None:

@@ -35,6 +35,7 @@ class Request:
     """
 
     request_id: str
+    label: str  # the id that its client and the logs know
     sampling: SamplingParams
     arrival_time: float
     order: Order  # lower is served first
@@ -64,6 +65,12 @@ class Request:
     weight: float = 1.0
     timeout_s: float = math.inf  # from arrival to its first step
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def place_in_line(self) -> tuple[int, bool, float, int]:
+        """Lower is served first: `order`, but with begun requests before those that never ran."""
+        level, virtual_start, number = self.order
+        return level, self.first_scheduled_time is None, virtual_start, number
 
     @property
     def num_in_flight(self) -> int:
@@ -112,6 +119,7 @@ def make_request(
     told = message.told or Told()
     return Request(
         request_id=message.request_id,
+        label=message.label or message.request_id,
         sampling=sampling,
         arrival_time=message.arrival_time,
         order=order,

@@ -41,6 +41,15 @@ class Roster:
             return waiting
         return swapped
 
+    def num_ahead(self, request: Request) -> int:
+        """Queued requests that `next_in_line` names before this queued one. O(n): for a look in."""
+        level, place = request.order[0], request.place_in_line
+        if request.status is RequestStatus.SWAPPED:
+            same, other = self.swapped, [r.order[0] < level for r in self.waiting]
+        else:
+            same, other = self.waiting, [r.order[0] <= level for r in self.swapped]
+        return sum(r.place_in_line < place for r in same) + sum(other)
+
     def admit(self, request: Request) -> None:
         """A queued request runs, in its place in the order."""
         self._leave(request)

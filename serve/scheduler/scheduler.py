@@ -15,8 +15,8 @@ from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
 from serve.scheduler.admission import Admission
 from serve.scheduler.back_pressure import BackPressure
 from serve.scheduler.deadlines import Deadlines
+from serve.scheduler.drain_rate import DrainRate
 from serve.scheduler.headroom import Headroom
-from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import SchedulerOutput, StepResult
@@ -59,14 +59,14 @@ class Scheduler:
         self._costs = StepCosts()
         self._delay = PrefillDelay(limits.delay_factor)
         self._budget = TokenBudget(self._costs, limits)
-        self._back_pressure = BackPressure(limits)
+        self._rate = DrainRate()
+        self._back_pressure = BackPressure(limits, self._rate)
         self._deadlines = Deadlines(limits.max_queue_time_s)
         self._admission = Admission(
             kv,
             self.roster,
             self._launched,
             self._order,
-            self._back_pressure,
             self.headroom,
             self._costs,
             self._totals,
@@ -87,6 +87,7 @@ class Scheduler:
             self._back_pressure.check(
                 len(message.prompt_token_ids),
                 num_waiting=len(self.roster.waiting),
+                num_swapped=len(self.roster.swapped),
                 num_tokens=self.roster.waiting.num_tokens,
                 num_rows=self.limits.max_num_seqs - len(self.roster.running),
                 now=self.clock(),
@@ -102,11 +103,13 @@ class Scheduler:
         now = self.clock()
         self.kv.prefixes.unpin_expired(now)
         expired = self._deadlines.take_expired(now)
-        retry_after_s = self._back_pressure.seconds_until_drained(len(self.roster.waiting), now)
         deltas = []
         for request in expired:
             is_own = self._deadlines.is_own(request)
             limit = "its timeout" if is_own else "the server's --max-queue-time"
+            retry_after_s = (
+                None if is_own else self._back_pressure.retry_after_s(self.num_queued, now)
+            )
             self._end(request, FinishReason.TIMEOUT)
             deltas.append(
                 TokenDelta(
@@ -116,7 +119,7 @@ class Scheduler:
                     error=f"the request waited {now - request.arrival_time:.1f} s for its first "
                     f"step, longer than {limit} allows.",
                     times=request.times(now),
-                    retry_after_s=None if is_own else retry_after_s,
+                    retry_after_s=retry_after_s,
                 )
             )
         self._deadlines.sweep(len(self.roster.waiting))
@@ -160,6 +163,7 @@ class Scheduler:
         released = self.roster.take_released()
         plan = PlanBuilder(self._launched.next_number, self.limits, released, budget)
         self._planner.fill(plan, self._delay, now)
+        self._rate.note_step(now, num_admitted=len(plan.admitted), num_queued=self.num_queued)
         output = plan.build()
         if output:
             self._launched.launch(output, plan, now)
@@ -181,9 +185,20 @@ class Scheduler:
 
     # ------------------------------------------------------------------ looking in
 
-    def num_blocks_needed(self, request: Request) -> int:
-        """Blocks that must be free for a queued request to be admitted."""
-        return self._admission.num_blocks_needed(request, self.limits)
+    @property
+    def num_queued(self) -> int:
+        """Requests without a row: those that wait, and those that are swapped out."""
+        return len(self.roster.waiting) + len(self.roster.swapped)
+
+    def blocks_needed(self, request: Request) -> tuple[int, int]:
+        """Blocks that a queued request needs to be admitted, and those that must then stay free for
+        the ones that run."""
+        return self._admission.blocks_needed(request, self.limits)
+
+    def seconds_to_start(self, num_ahead: int) -> float | None:
+        """When the queued request behind so many others will be admitted, at the rate of late; None
+        while nothing is known. A refusal's Retry-After is the same for one behind them all."""
+        return self._rate.seconds_for(num_ahead + 1, self.clock())
 
     def stats(self) -> EngineStats:
         """The state now, the totals, and the sizes of steps retired since the last call."""
@@ -193,7 +208,3 @@ class Scheduler:
             num_waiting=len(self.roster.waiting),
             num_swapped=len(self.roster.swapped),
         )
-
-    def check_invariants(self) -> None:
-        """See invariants.py."""
-        check_scheduler(self)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
+from serve.scheduler.invariants import check_scheduler
 from tests.api.stepped import SteppedClient, stepped_server
 from tests.fakes import FakeExecutor
 
@@ -47,7 +48,7 @@ def http(stage: tuple[httpx.Client, SteppedClient]) -> Iterator[httpx.Client]:
     for pin in client.get(PIN).json()["data"]:
         assert client.delete(f"{PIN}/{pin['id']}").status_code == 200
     client.post("/reset_prefix_cache")
-    engine.core.scheduler.check_invariants()
+    check_scheduler(engine.core.scheduler)
 
 
 def ok(answer: httpx.Response) -> Any:

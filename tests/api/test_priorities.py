@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
+from serve.scheduler.invariants import check_scheduler
 from tests.api.conftest import Server
 from tests.api.stepped import SteppedClient, stepped_server
 from tests.api.test_streaming import wait_until
@@ -119,7 +120,7 @@ def test_sch_11_fifty_requests_of_mixed_priorities_in_a_small_pool_are_all_answe
             assert answer["choices"][0]["token_ids"] == wanted[key]
         stats = engine.core.scheduler.stats()
         metrics = http.get("/metrics").text
-        engine.core.scheduler.check_invariants()
+        check_scheduler(engine.core.scheduler)
     assert stats.total_preemptions_recompute + stats.total_preemptions_swap > 0
     assert (stats.num_running, stats.num_waiting, stats.num_swapped) == (0, 0, 0)
     assert stats.num_blocks_used == 0
@@ -142,7 +143,7 @@ def test_sch_22_an_idle_engine_does_nothing_and_answers_afterwards() -> None:
         assert not engine.core.has_work()
         again = ask(http, f"{shared}7", 0, 3)
         assert again["choices"][0]["token_ids"] == answers[7]["choices"][0]["token_ids"]
-        engine.core.scheduler.check_invariants()
+        check_scheduler(engine.core.scheduler)
 
 
 def _state(http: httpx.Client) -> dict[str, Any]:

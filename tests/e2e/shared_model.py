@@ -22,6 +22,7 @@ from serve.models.base import CausalModel
 from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.registry import build_model, head_dims
 from serve.sampling_params import SamplingParams
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
 from serve.worker.device import CpuDevice
 from serve.worker.executor import PendingTokens, WorkerInfo
@@ -100,7 +101,7 @@ class SharedModel:
                 completion.token_ids += delta.token_ids
                 completion.logprobs += delta.logprobs or []
                 completion.prompt_logprobs += delta.prompt_logprobs or []
-            core.scheduler.check_invariants()
+            check_scheduler(core.scheduler)
         stats = core.scheduler.stats()
         assert stats.num_blocks_used == stats.num_host_blocks_used == 0
         return completions, stats

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serve.messages import AbortRequests, AddRequest, Control, ControlResult, FinishReason
+from serve.scheduler.invariants import check_scheduler
 from tests.fakes import FakeClock, reference_completion
 from tests.strategies import (
     VICTIMS,
@@ -141,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "run"):
             return
-        self.run.scheduler.check_invariants()
+        check_scheduler(self.run.scheduler)
         for arrival in self.arrivals:
             name = arrival.message.request_id
             wanted = self.wanted(arrival)
@@ -177,7 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (kv.num_blocks_free, kv.prefixes.num_pinned) == (kv.num_blocks, 0)
         core.handle(Control(0, "reset_prefix_cache"))
         assert kv.prefixes.num_blocks == 0
-        self.run.scheduler.check_invariants()
+        check_scheduler(self.run.scheduler)
 
     def most_preemptions(self) -> int:
         """The headroom doubles up to the pool's size, and every other request may be more urgent

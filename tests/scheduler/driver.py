@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import TokenDelta
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import FakeClock
@@ -27,7 +28,7 @@ def step(scheduler: Scheduler, token_id: int = 1) -> tuple[SchedulerOutput, list
         return plan, []
     tokens = {entry.request_id: [token_id] for entry in plan.scheduled if entry.samples}
     deltas = scheduler.update(plan, StepResult(tokens))
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     return plan, deltas
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from serve.errors import QueueFull
-from serve.scheduler.back_pressure import BackPressure
 from tests.fakes import FakeClock
 from tests.scheduler.driver import make_scheduler, run_until_done, step
-from tests.strategies import add_request, limits
+from tests.strategies import add_request
 
 
 def test_without_limits_everything_may_wait() -> None:
@@ -52,28 +51,23 @@ def test_queued_tokens_are_limited_by_their_sum() -> None:
     scheduler.add(add_request("again", 12, 2))
 
 
-def test_the_wait_follows_the_measured_drain_rate() -> None:
-    pressure = BackPressure(limits(max_num_queued_reqs=1))
-    assert pressure.seconds_until_drained(10, 50.0) == 1.0  # nothing measured yet
-    for second in range(0, 40, 2):
-        pressure.note_start(float(second))
-    assert pressure.seconds_until_drained(10, 40.0) == 20.0  # one start in two seconds
-    assert pressure.seconds_until_drained(10, 80.0) == 40.0  # and none since
-    assert pressure.seconds_until_drained(0, 40.0) == 1.0
-
-
-def test_the_refusal_carries_the_wait() -> None:
-    scheduler = make_scheduler(max_num_seqs=1, max_num_queued_reqs=1)
+def test_the_refusal_and_the_estimate_are_of_one_rate_and_idle_time_is_not_in_it() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_num_queued_reqs=2)
     clock = scheduler.clock
     assert isinstance(clock, FakeClock)
-    for i in range(4):
+    for i in range(4):  # each starts at once, a minute apart: nobody queues
+        scheduler.add(add_request(f"alone{i}", 3, 1))
+        step(scheduler)
+        clock.advance(60.0)
+    assert scheduler.seconds_to_start(0) is None
+    for i in range(3):
         scheduler.add(add_request(f"r{i}", 3, 1))
+    for _ in range(2):
         step(scheduler)
         clock.advance(3.0)
-    scheduler.add(add_request("runs", 3, 9))
-    step(scheduler)
-    scheduler.add(add_request("queued", 3, 9))
+    for i in range(3, 5):
+        scheduler.add(add_request(f"r{i}", 3, 1))
     with pytest.raises(QueueFull) as refused:
-        scheduler.add(add_request("refused", 3, 9))
-    assert refused.value.retry_after_s == 3.0
-    assert "Try again in 3 s" in str(refused.value)
+        scheduler.add(add_request("refused", 3, 1))
+    assert refused.value.retry_after_s == 9.0 == scheduler.seconds_to_start(num_ahead=2)
+    assert "Try again in 9 s" in str(refused.value)

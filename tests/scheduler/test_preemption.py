@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from serve.kv_cache.block_copy import BlockCopy
@@ -147,3 +149,12 @@ def test_only_the_least_urgent_are_victims(policy: str) -> None:
     requests = running(kv, a=1, b=16, c=8)
     requests[2].order, requests[2].priority = (1, 0.0, 2), 1
     assert victims(kv).choose(requests, by("recompute", policy)).request_id == "c"
+
+
+def test_the_log_names_a_victim_as_its_client_knows_it(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    for number, label in enumerate(["cmpl-old", "cmpl-young"]):
+        scheduler.add(replace(add_request(f"{number}", 8, 12), label=label))
+    with caplog.at_level("INFO"):
+        run_until_done(scheduler)
+    assert "preempted cmpl-young by recompute" in caplog.text

@@ -8,6 +8,7 @@ import pytest
 
 from serve.messages import AddRequest, TokenDelta
 from serve.sampling_params import SamplingParams
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import reference_completion
@@ -201,7 +202,7 @@ def test_sch_17_shared_blocks_are_counted_right(depth: int, mode: str) -> None:
     shared: list[int] = []
 
     def watch(run: Run) -> None:
-        run.scheduler.check_invariants()
+        check_scheduler(run.scheduler)
         stats = run.scheduler.stats()
         assert 0 <= stats.num_blocks_used <= 14
         in_tables = sum(len(run.kv.block_ids(r.request_id)) for r in run.scheduler.roster.running)

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from serve.messages import FinishReason
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import FakeExecutor, InjectedFailure, reference_completion
@@ -99,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         for name, tokens in self.got.items():
             assert tokens == self.wanted[name][: len(tokens)]
 

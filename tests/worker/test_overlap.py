@@ -16,6 +16,7 @@ from serve.engine.core import EngineCore
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, FinishReason, TokenDelta
 from serve.sampling_params import SamplingParams
+from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
 from serve.scheduler.scheduler import Scheduler
 from serve.worker.executor import PendingTokens, WorkerInfo
@@ -95,7 +96,7 @@ class Run:
                     break
             for delta in self.core.step():
                 self.told[delta.request_id].append(delta)
-            self.core.scheduler.check_invariants()
+            check_scheduler(self.core.scheduler)
 
     def tokens(self, request_id: str) -> list[int]:
         return [t for delta in self.told[request_id] for t in delta.token_ids]
