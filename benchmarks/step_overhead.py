@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from serve.engine.step_log import Observed, StepLog
+from serve.engine.step_log import StepLog
 from serve.kv_cache.manager import KVCacheManager
 from serve.kv_cache.prefix_index import BlockHashes
 from serve.messages import AddRequest
@@ -161,8 +161,7 @@ def hashing_s(num_blocks: int, repeats: int) -> float:
 def step_log_s(scheduler: Scheduler, repeats: int) -> float:
     """Seconds that the step log takes for a step in which nothing but decodes happens."""
     log = StepLog(scheduler)
-    for request in scheduler.roster.requests.values():
-        log.live[request.request_id] = Observed(request.request_id, request)
+    log.live |= scheduler.roster.requests
     seconds = []
     for _ in range(repeats * STEPS_PER_SAMPLE):
         plan = scheduler.schedule()

@@ -69,6 +69,7 @@ class AbortRequests:
     """Forget these requests; unknown or finished ids are ignored. No delta answers an abort."""
 
     request_ids: list[str]
+    reason: FinishReason = FinishReason.ABORT  # STOP: the front has seen a stop string
 
 
 @dataclass(frozen=True, slots=True)

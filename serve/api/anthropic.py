@@ -37,6 +37,7 @@ from serve.api.protocol.chat import TemplateFields
 from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.api.streaming import EventStream, unless_gone
+from serve.engine.public_ids import MESSAGE
 from serve.errors import EngineError, RequestError
 
 
@@ -82,7 +83,7 @@ def anthropic_routes(service: Service) -> APIRouter:
 
 async def _answered(request: Request, service: Service) -> Response:
     body = await read_body(request, MessagesRequest, service.config.max_request_bytes)
-    envelope = new_envelope(service, body.model, "message", f"msg_{request_id_of(request)}")
+    envelope = new_envelope(service, body.model, "message", MESSAGE + request_id_of(request))
     with misfits_refused():
         asked = chat_request(body)
     asked.timeout = timeout_header(request)

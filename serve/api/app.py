@@ -23,7 +23,7 @@ from serve.api.protocol.completions import CompletionRequest
 from serve.api.protocol.control import AbortRequest
 from serve.api.protocol.prefix_cache import PinRequest
 from serve.api.protocol.responses import ResponsesRequest
-from serve.api.protocol.scheduler import SchedulerChanges
+from serve.api.protocol.scheduler import SchedulerSettings
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from serve.api.request_id import RequestIds
 from serve.api.responses import responses_routes
@@ -54,7 +54,7 @@ BODIES = (
     TokenizeRequest,
     DetokenizeRequest,
     AbortRequest,
-    SchedulerChanges,
+    SchedulerSettings,
     PinRequest,
 )
 

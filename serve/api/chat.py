@@ -29,6 +29,7 @@ from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.chat import ChatCompletion, ChatCompletionRequest
 from serve.api.protocol.control import RenderedRequest
 from serve.api.service import Service
+from serve.engine.public_ids import CHAT
 from serve.errors import InvalidRequest
 
 
@@ -37,7 +38,7 @@ def chat_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["generation"], responses=dict(ERROR_RESPONSES))
     body = request_body(ChatCompletionRequest)
     chat = Endpoint(
-        ChatCompletionRequest, "chatcmpl", "chat.completion", "chat.completion.chunk", prepare
+        ChatCompletionRequest, CHAT, "chat.completion", "chat.completion.chunk", prepare
     )
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=body)

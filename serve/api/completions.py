@@ -27,6 +27,7 @@ from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.completions import Completion, CompletionRequest
 from serve.api.protocol.control import RenderedRequest
 from serve.api.service import Service
+from serve.engine.public_ids import COMPLETION
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,7 +36,9 @@ def completion_routes(service: Service) -> APIRouter:
     """The routes of this file."""
     router = APIRouter(tags=["generation"], responses=dict(ERROR_RESPONSES))
     body = request_body(CompletionRequest)
-    completion = Endpoint(CompletionRequest, "cmpl", "text_completion", "text_completion", prepare)
+    completion = Endpoint(
+        CompletionRequest, COMPLETION, "text_completion", "text_completion", prepare
+    )
 
     @router.post("/v1/completions", response_model=Completion, openapi_extra=body)
     async def create_completion(request: Request) -> Response:

@@ -87,7 +87,7 @@ class Endpoint(Generic[B]):
 
     def _envelope(self, request: Request, service: Service, body: B, kind: str) -> Envelope:
         label = body.request_id or request_id_of(request)
-        return new_envelope(service, body.model, kind, f"{self.id_prefix}-{label}")
+        return new_envelope(service, body.model, kind, self.id_prefix + label)
 
 
 def json_response(answer: BaseModel) -> Response:

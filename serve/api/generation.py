@@ -14,6 +14,7 @@ from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
 from serve.api.service import Service
 from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
+from serve.engine.public_ids import answer_ids, choice_label
 from serve.errors import (
     DeadlinePassed,
     EngineDead,
@@ -135,9 +136,8 @@ class Outputs:
         return index, output
 
     def goes_by(self, request_id: str) -> bool:
-        """Whether this is the answer's id, or what follows its `chatcmpl-` or `cmpl-`."""
-        label = self._job.label
-        return request_id == label or request_id == label.partition("cmpl-")[2] != ""
+        """Whether this is the answer's id, or the request's from which it was made."""
+        return self._job.label in answer_ids(request_id)
 
     def abort(self) -> None:
         """End it from outside: the reader gets RequestAborted."""
@@ -195,7 +195,7 @@ class Outputs:
         )
 
     def _label(self, index: int) -> str:
-        return self._job.label if self._job.num_choices == 1 else f"{self._job.label}-{index}"
+        return choice_label(self._job.label, index, self._job.num_choices)
 
 
 async def _merged(

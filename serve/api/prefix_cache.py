@@ -25,6 +25,7 @@ from serve.api.protocol.prefix_cache import (
 from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.api.streaming import unless_gone
+from serve.engine.public_ids import PIN
 from serve.errors import InvalidRequest
 from serve.sampling_params import SamplingParams
 
@@ -42,7 +43,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
         token_ids, salt = await _prefix_ids(body, service), cache_salt(body.cache_salt)
         block_size = engine.ready.block_size
         job = Job(
-            label=f"pin-{request_id_of(request)}",
+            label=PIN + request_id_of(request),
             prompts=[token_ids[: max(1, len(token_ids) // block_size) * block_size]],
             sampling=SamplingParams(max_tokens=0, temperature=0.0),
             cache_salt=salt,

@@ -24,6 +24,7 @@ from serve.api.responses_answer import ResponseEvents, ResponseWriter
 from serve.api.responses_request import chat_request, refuse_unsupported, turns
 from serve.api.service import Service
 from serve.api.streaming import EventStream, unless_gone
+from serve.engine.public_ids import RESPONSE
 from serve.errors import InvalidRequest, RequestError, ServeError
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class _Responses:
     ) -> tuple[ResponseWriter, Outputs]:
         service = self._service
         refuse_unsupported(body)
-        envelope = new_envelope(service, body.model, "response", f"resp_{uuid.uuid4().hex}")
+        envelope = new_envelope(service, body.model, "response", RESPONSE + uuid.uuid4().hex)
         client = service.client_of(request, body.user)
         try:
             with misfits_refused():

@@ -15,7 +15,6 @@ from serve.api.errors import NoSuchRequest
 from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.scheduler import (
     RequestState,
-    SchedulerChanges,
     SchedulerSettings,
     SchedulerState,
 )
@@ -52,15 +51,19 @@ def scheduler_routes(service: Service) -> APIRouter:
             return Response(text, media_type="application/json")
         return Response(await asyncio.to_thread(_jsonl, lines), media_type="application/jsonl")
 
+    @router.get("/v1/scheduler/config", response_model=SchedulerSettings)
+    async def show_settings() -> Response:
+        return _json(await engine.control("settings"))
+
     @router.post(
         "/v1/scheduler/config",
         response_model=SchedulerSettings,
-        openapi_extra=request_body(SchedulerChanges),
+        openapi_extra=request_body(SchedulerSettings),
     )
     async def change_settings(request: Request) -> Response:
-        body = await read_body(request, SchedulerChanges, max_bytes)
-        settings = await engine.configure(body.model_dump(exclude_unset=True))
-        return _json({"settings": settings})
+        """Answers what GET answers from then on."""
+        body = await read_body(request, SchedulerSettings, max_bytes)
+        return _json(await engine.configure(body.model_dump(exclude_unset=True)))
 
     return router
 

@@ -319,7 +319,7 @@ class AsyncEngine:
 
     def _abort(self, engine_id: str, reason: FinishReason, now: float) -> None:
         stream = self._expecting.pop(engine_id)
-        self._client.send(AbortRequests([engine_id]))
+        self._client.send(AbortRequests([engine_id], reason))
         self._observer.request_finished(stream.finished(reason, now))
 
     def _die(self, reason: str) -> None:

@@ -7,11 +7,11 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from serve.engine.explain import explain_requests, scheduler_state
 from serve.engine.prefix_controls import PrefixControls
+from serve.engine.settings import LIVE_SETTINGS, as_limit, live_settings
 from serve.engine.step_log import StepLog
 from serve.engine.trace import trace_lines
 from serve.errors import InvalidRequest
@@ -20,28 +20,6 @@ from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-LIVE_SETTINGS: Mapping[str, tuple[str, float]] = MappingProxyType(
-    {
-        "max_num_seqs": ("max_num_seqs", 1),
-        "max_num_batched_tokens": ("max_num_batched_tokens", 1),
-        "target_itl_ms": ("target_itl_s", 1e-3),
-        "preemption_mode": ("preemption_mode", 1),
-        "preemption_victim": ("preemption_victim", 1),
-        "thrash_guard": ("thrash_guard", 1),
-        "scheduling_policy": ("policy", 1),
-        "priority_aging_time": ("priority_aging_s", 1),
-        "step_order": ("step_order", 1),
-        "scheduler_delay_factor": ("delay_factor", 1),
-        "long_prefill_token_threshold": ("long_prefill_token_threshold", 1),
-        "max_num_partial_prefills": ("max_num_partial_prefills", 1),
-        "max_long_partial_prefills": ("max_long_partial_prefills", 1),
-        "max_num_queued_reqs": ("max_num_queued_reqs", 1),
-        "max_num_queued_tokens": ("max_num_queued_tokens", 1),
-    }
-)
-"""Settings that may change while the engine runs, by their flag's name: the limit that each is, and
-its unit in the limit's."""
 
 _SIZED_AT_START = ("max_num_seqs", "max_num_batched_tokens")
 
@@ -57,6 +35,7 @@ class Controls:
             "state": lambda args: scheduler_state(scheduler, log),
             "requests": lambda args: explain_requests(scheduler, log, args["request_id"]),
             "trace": lambda args: trace_lines(log, scheduler),
+            "settings": lambda args: live_settings(scheduler.limits),
             "configure": self._configure,
             "pin": prefixes.pin,
             "unpin": prefixes.unpin,
@@ -77,12 +56,12 @@ class Controls:
         old = self._scheduler.limits
         for name, value in changes.items():
             self._check(name, value)
-        renamed = dict(_as_limit(name, value) for name, value in changes.items())
+        renamed = dict(as_limit(name, value) for name, value in changes.items())
         try:
             new = dataclasses.replace(old, **renamed)
         except ValueError as error:
             raise InvalidRequest(f"{error}.") from error
-        before, now = _settings(old), _settings(new)
+        before, now = live_settings(old), live_settings(new)
         self._scheduler.set_limits(new)
         for name, value in now.items():
             if value != before[name]:
@@ -115,20 +94,6 @@ class Controls:
                 "(--preemption-mode auto sets it up).",
                 param=name,
             )
-
-
-def _as_limit(name: str, value: Any) -> tuple[str, Any]:
-    limit, unit = LIVE_SETTINGS[name]
-    return limit, value if unit == 1 or value is None else value * unit
-
-
-def _settings(limits: SchedulerLimits) -> dict[str, Any]:
-    """The live settings' values, in the units of their flags."""
-    values = {}
-    for name, (limit, unit) in LIVE_SETTINGS.items():
-        value = getattr(limits, limit)
-        values[name] = value if unit == 1 or value is None else value / unit
-    return values
 
 
 def _fits(value: object, wanted: Any) -> bool:

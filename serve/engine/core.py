@@ -130,9 +130,9 @@ class EngineCore:
         match message:
             case AddRequest():
                 self._add(message)
-            case AbortRequests(request_ids):
+            case AbortRequests(request_ids, reason):
                 self.scheduler.abort(request_ids)
-                self.log.aborted(request_ids)
+                self.log.aborted(request_ids, reason)
             case Control():
                 self.outbox.send(self._controls.answer(message))
             case Shutdown(drain):

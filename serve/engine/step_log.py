@@ -19,9 +19,6 @@ from serve.scheduler.scheduler import Scheduler
 NUM_KEPT = 2048
 """Steps, and ended requests, that are remembered."""
 
-NUM_STARTS = 64
-"""Starts from which the rate at which the queue moves is measured."""
-
 
 class Chunk(NamedTuple):
     """More than one token of a request in one step. `label` is the id that clients know."""
@@ -83,7 +80,9 @@ class EndedRequest:
 
     label: str
     num_prompt_tokens: int
+    num_computed_tokens: int
     num_generated_tokens: int
+    max_tokens: int
     num_cached_tokens: int
     priority: int
     reason: FinishReason
@@ -100,13 +99,6 @@ class LogSink(Protocol):
         """A request is over; `hashes` are those of its full blocks, as far as they are known."""
 
 
-class Observed(NamedTuple):
-    """A live request under the name that its client knows."""
-
-    label: str
-    request: Request
-
-
 class StepLog:
     """Changed by EngineCore only. `sink` is told everything as it happens."""
 
@@ -115,10 +107,9 @@ class StepLog:
         scheduler: Scheduler,
         sink: LogSink | None = None,
     ) -> None:
-        self.live: dict[str, Observed] = {}
+        self.live: dict[str, Request] = {}
         self.steps: deque[StepRecord] = deque(maxlen=NUM_KEPT)
         self.ended: deque[EndedRequest] = deque(maxlen=NUM_KEPT)
-        self.starts: deque[float] = deque(maxlen=NUM_STARTS)  # first steps of requests
         self._clock = scheduler.clock
         self._kv = scheduler.kv
         self._roster = scheduler.roster
@@ -131,14 +122,13 @@ class StepLog:
 
     def added(self, message: AddRequest) -> None:
         """The scheduler has queued a request."""
-        request = self._roster.requests[message.request_id]
-        self.live[message.request_id] = Observed(message.label or message.request_id, request)
+        self.live[message.request_id] = self._roster.requests[message.request_id]
 
-    def aborted(self, request_ids: Iterable[str]) -> None:
-        """The scheduler has ended these, if it had them."""
+    def aborted(self, request_ids: Iterable[str], reason: FinishReason) -> None:
+        """The scheduler has ended these, if it had them, for the front's reason."""
         now = self._clock()
         for request_id in request_ids:
-            self._end(request_id, FinishReason.ABORT, None, now)
+            self._end(request_id, reason, None, now)
 
     def told(self, deltas: Sequence[TokenDelta]) -> None:
         """These deltas came out of the scheduler; some may end requests."""
@@ -164,7 +154,7 @@ class StepLog:
             self._clock(),
             plan.num_scheduled_tokens,
             num_requests,
-            NO_CHANGES if is_quiet else self._changes(plan, began),
+            NO_CHANGES if is_quiet else self._changes(plan),
             len(roster.running),
             len(roster.waiting),
             len(roster.swapped),
@@ -188,9 +178,9 @@ class StepLog:
 
     # ------------------------------------------------------------------ inside
 
-    def _changes(self, plan: SchedulerOutput, now: float) -> Changes:
+    def _changes(self, plan: SchedulerOutput) -> Changes:
         preempted = [self._preempted(i) for i in plan.released if self._is_queued(i)]
-        admitted = [self._admitted(row.request_id, now) for row in plan.admitted]
+        admitted = [self._admitted(row.request_id) for row in plan.admitted]
         chunks = [self._chunk(entry) for entry in plan.scheduled if entry.num_tokens > 1]
         return Changes(tuple(chunks), tuple(admitted), tuple(preempted))
 
@@ -200,19 +190,16 @@ class StepLog:
         return request is not None and request.status is not RequestStatus.RUNNING
 
     def _preempted(self, request_id: str) -> Change:
-        label, request = self.live[request_id]
+        request = self.live[request_id]
         is_swapped = request.status is RequestStatus.SWAPPED
         self._lost[request_id] = "swap_in" if is_swapped else "resume"
-        return Change(label, "swap_out" if is_swapped else "recompute")
+        return Change(request.label, "swap_out" if is_swapped else "recompute")
 
-    def _admitted(self, request_id: str, now: float) -> Change:
-        how = self._lost.pop(request_id, "start")
-        if how == "start":
-            self.starts.append(now)
-        return Change(self.live[request_id].label, how)
+    def _admitted(self, request_id: str) -> Change:
+        return Change(self.live[request_id].label, self._lost.pop(request_id, "start"))
 
     def _chunk(self, entry: ScheduledRequest) -> Chunk:
-        label, request = self.live[entry.request_id]
+        request = self.live[entry.request_id]
         again = 0
         if request.num_preemptions:
             computed_before = request.num_prompt_tokens_counted
@@ -220,20 +207,21 @@ class StepLog:
                 computed_before = len(request.token_ids) - 1
             end = min(entry.start + entry.num_tokens, computed_before)
             again = max(0, end - entry.start)
-        return Chunk(label, entry.start, entry.num_tokens, again)
+        return Chunk(request.label, entry.start, entry.num_tokens, again)
 
     def _end(
         self, request_id: str, reason: FinishReason, times: RequestTimes | None, now: float
     ) -> None:
-        observed = self.live.pop(request_id, None)
-        if observed is None:  # refused at the door, or unknown
+        request = self.live.pop(request_id, None)
+        if request is None:  # refused at the door, or unknown
             return
         self._lost.pop(request_id, None)
-        label, request = observed
         ended = EndedRequest(
-            label,
+            request.label,
             request.num_prompt_tokens,
+            request.num_computed_tokens,
             len(request.token_ids) - request.num_prompt_tokens,
+            request.max_num_tokens - request.num_prompt_tokens,
             request.num_cached_tokens,
             request.priority,
             reason,
