@@ -9,7 +9,6 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from serve import __version__
 from serve.api.client_limits import ClientLimits
 from serve.api.clients import Client, client_of
 from serve.api.limits_file import LimitsFile
@@ -71,12 +70,6 @@ class Service:
 
     def fingerprint(self) -> str:
         """Changes whenever a setting changes that may change what a seed produces."""
-        ready = self.engine.ready
-        parts = (
-            __version__,
-            self.engine.model.names[0],
-            ready.device,
-            ready.dtype,
-            ready.attention_backend,
-        )
-        return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+        defaults = sorted(self.engine.model.generation_defaults.items())
+        parts = f"{self.engine.ready.identity}\0{defaults}"
+        return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:10]

@@ -306,3 +306,4 @@ class Kernels:
     prepare_heads: PrepareHeadsFn | None = None  # None: the single operations are as fast
     fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
     sampling: SamplingKernels | None = None  # None: the sampler's own torch code
+    build: str = ""  # what decides their bits beside torch, the device and this package's version

@@ -36,15 +36,14 @@ _DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 
 
-Identity = Callable[[], Mapping[str, str]]
-"""What a file's blocks must have in common with ours, by name."""
-
-
 class BlockFile:
-    """Device blocks out to a file and back. Writes `storage` between steps only."""
+    """Device blocks out to a file and back. Writes `storage` between steps only.
+
+    `identity` is what a file's blocks must have in common with ours, by name.
+    """
 
     def __init__(
-        self, storage: KVStorage, identity: Identity, synchronize: Callable[[], None]
+        self, storage: KVStorage, identity: Mapping[str, str], synchronize: Callable[[], None]
     ) -> None:
         self._storage = storage
         self._identity = identity
@@ -59,7 +58,7 @@ class BlockFile:
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
             with unfinished.open("wb") as file:
-                size = _write(file, self._storage, hashes, block_ids, self._identity())
+                size = _write(file, self._storage, hashes, block_ids, self._identity)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -72,7 +71,7 @@ class BlockFile:
         are of another model, dtype, block size or layout."""
         with _open(path) as file:
             metadata = file.metadata() or {}
-            for name, wanted in self._identity().items():
+            for name, wanted in self._identity.items():
                 if metadata.get(name) != wanted:
                     raise BlocksUnusable(f"its {name} is {metadata.get(name)}, not {wanted}")
             packed = _checked(file, _HASHES, metadata)

@@ -1,20 +1,26 @@
-"""What must be equal for one run's KV blocks to be another's."""
+"""What must be equal for one run's bits to be another's: its KV blocks, and what a seed produces.
+
+One record serves both: the prefix cache's file has it line by line, and `system_fingerprint` comes
+from its digest.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from serve import __version__
 from serve.config import EngineConfig
 from serve.models.checkpoint import Checkpoint
 
-_SAMPLE_BYTES = 1 << 20
+_NUM_SAMPLES, _SAMPLE_BYTES = 48, 1 << 16
 
-FORMAT = "1"
+FORMAT = "2"
 """Of the file: changes when the same bytes come to mean something else."""
 
 
@@ -22,44 +28,67 @@ def cache_identity(
     config: EngineConfig,
     checkpoint: Checkpoint,
     *,
-    dtype: str,
+    dtypes: Mapping[str, torch.dtype],
     kernels: str,
+    arithmetic: str,
+    num_threads: int | None,
     scales: Sequence[Tensor] | None,
 ) -> dict[str, str]:
-    """By name, so that what differs can be told. The shapes of layers are checked apart."""
-    settings = replace(config.model, model=None, revision=None, max_model_len="auto")
+    """By name, so that what differs can be told. The shapes of layers are checked apart.
+
+    `dtypes` are resolved, by what is kept in them; `kernels` and `arithmetic` name what computes,
+    and the build of it; `num_threads` is None where bits do not depend on it.
+    """
+    model = config.model
+    others = replace(model, model=None, revision=None, max_model_len="auto", dtype="auto")
     return {
         "format": FORMAT,
+        "version": __version__,
         "model": _fingerprint(checkpoint),
-        "model settings": _digest(repr(settings).encode()),
-        "dtype": dtype,
+        "quantization": str(model.quantization),
+        "model settings": digest(repr(others).encode()),
+        **{f"dtype of {what}": str(dtype) for what, dtype in dtypes.items()},
         "block size": str(config.cache.block_size),
-        "attention kernels": kernels,
-        "scales": _digest(*(scale.cpu().numpy().tobytes() for scale in scales or ())),
+        "kernels": kernels,
+        "arithmetic": arithmetic,
+        "threads": "any number" if num_threads is None else str(num_threads),
+        "batch invariance": str(config.device.batch_invariant),
+        "scales": digest(*(scale.cpu().numpy().tobytes() for scale in scales or ())),
     }
 
 
+def identity_digest(identity: Mapping[str, str]) -> str:
+    """The whole record in a few letters."""
+    return digest(*(f"{name}={value}".encode() for name, value in identity.items()))
+
+
+def digest(*parts: bytes) -> str:
+    """Of these parts in this order, and of where each ends."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()[:32]
+
+
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Of the config, and of each weight file's size, beginning, middle and end: reading gigabytes
-    again would cost more than the cache saves, and other weights differ nearly everywhere."""
-    parts = [checkpoint.hf_config.to_json_string(use_diff=False).encode()]
+    """Of the config, and of each weight file's size and samples from all over it, or the whole of a
+    small one: reading gigabytes again would cost more than the cache saves, and other weights
+    differ nearly everywhere."""
+    settings = checkpoint.hf_config.to_dict()
+    settings.pop("_name_or_path", None)  # where it lies is not what it is
+    parts = [repr(sorted(settings.items(), key=lambda item: str(item[0]))).encode()]
     for path in checkpoint.files:
         parts += [str(path.stat().st_size).encode(), *_samples(path)]
-    return _digest(*parts)
+    return digest(*parts)
 
 
 def _samples(path: Path) -> list[bytes]:
     size = path.stat().st_size
     with path.open("rb") as file:
+        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
+            return [file.read()]
         samples = []
-        for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-            file.seek(start)
+        for number in range(_NUM_SAMPLES):
+            file.seek(number * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
             samples.append(file.read(_SAMPLE_BYTES))
     return samples
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:32]

@@ -95,6 +95,10 @@ class CudaDevice:
         free, total = self.free_bytes() / GIB, self._properties.total_memory / GIB
         return f"cuda ({self._properties.name}, {free:.1f} of {total:.1f} GiB free)"
 
+    def arithmetic(self) -> str:
+        cuda = torch.version.cuda
+        return f"torch {torch.__version__} with CUDA {cuda} on {self._properties.name}"
+
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
         named = {
             "auto": checkpoint_dtype,

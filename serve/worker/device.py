@@ -99,6 +99,9 @@ class Device(Protocol):
     def describe(self) -> str:
         """The device for a log line."""
 
+    def arithmetic(self) -> str:
+        """What the bits of torch's operations depend on here."""
+
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """The weights' dtype for a `--dtype` value. Raises ConfigError for one that cannot work."""
 
@@ -201,6 +204,10 @@ class CpuDevice:
         threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
         isa = torch.backends.cpu.get_cpu_capability()
         return f"cpu ({threads}, {isa}, {self.free_bytes() / GIB:.1f} GiB of memory available)"
+
+    def arithmetic(self) -> str:
+        isa = torch.backends.cpu.get_cpu_capability()
+        return f"torch {torch.__version__} on cpu, {isa}"
 
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
         if wanted == "auto" and checkpoint_dtype is not torch.float32:

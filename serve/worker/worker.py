@@ -22,7 +22,7 @@ from serve.models.kv_scales import read_kv_scales
 from serve.models.registry import build_model, head_dims
 from serve.worker import host_memory
 from serve.worker.block_file import BlockFile
-from serve.worker.cache_identity import cache_identity
+from serve.worker.cache_identity import cache_identity, identity_digest
 from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.device import Device, find_device
 from serve.worker.executor import WorkerInfo
@@ -93,9 +93,8 @@ class Worker:
             storage = self._make_storage(
                 size.num_blocks, size.num_host_blocks, self._cache_dtype, self._scales
             )
-            self.block_file = BlockFile(
-                storage, partial(self._cache_identity, checkpoint), self._device.synchronize
-            )
+            identity = self._identity(checkpoint, weights_dtype)
+            self.block_file = BlockFile(storage, identity, self._device.synchronize)
             self.runner = self._make_runner(
                 storage, max_model_len=size.max_model_len, graph_sizes=self._graph_sizes()
             )
@@ -109,15 +108,24 @@ class Worker:
             dtype=dtype_name,
             attention_backend=self._kernels.name,
             block_bytes=self._block_bytes(),
+            identity=identity_digest(identity),
         )
         self._log_cache(size)
 
-    def _cache_identity(self, checkpoint: Checkpoint) -> dict[str, str]:
+    def _identity(self, checkpoint: Checkpoint, weights_dtype: torch.dtype) -> dict[str, str]:
+        kernels, is_own = self._kernels, isinstance(self._model, DecoderModel)
+        multiplies_itself = is_own and kernels.name == "cpu"
         return cache_identity(
             self._config,
             checkpoint,
-            dtype=f"{self._dtype}, {self._cache_dtype}",
-            kernels=self._kernels.name,
+            dtypes={
+                "weights": weights_dtype,
+                "activations": self._dtype,
+                "the KV cache": self._cache_dtype,
+            },
+            kernels=f"{kernels.name} {kernels.build} for {'our' if is_own else 'another'} model",
+            arithmetic=self._device.arithmetic(),
+            num_threads=None if multiplies_itself else self._device.num_threads,
             scales=self._scales,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import openai
 import pytest
@@ -128,3 +130,22 @@ def test_every_answer_carries_a_request_id(http: httpx.Client, server: Server) -
     for unusable in ("x" * 129, "a b", ""):
         response = http.get("/health", headers={"x-request-id": unusable})
         assert response.headers["x-request-id"] != unusable
+
+
+def test_the_fingerprint_is_of_the_engine_and_of_what_sampling_begins_with(
+    http: httpx.Client, server: Server
+) -> None:
+    def fingerprint() -> str:
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()
+        return str(answer["system_fingerprint"])
+
+    engine = server.engine
+    ready, model, plain = engine.ready, engine.model, fingerprint()
+    assert fingerprint() == plain
+    try:
+        engine.ready = replace(ready, identity="other weights")
+        other_engine = fingerprint()
+        engine.ready, engine.model = ready, replace(model, generation_defaults={"top_k": 3})
+        assert len({plain, other_engine, fingerprint()}) == 3
+    finally:
+        engine.ready, engine.model = ready, model

@@ -20,7 +20,7 @@ HASHES = [bytes([i]) * HASH_BYTES for i in range(3)]
 
 
 def block_file(storage: KVStorage, **changes: str) -> BlockFile:
-    return BlockFile(storage, lambda: {**IDENTITY, **changes}, lambda: None)
+    return BlockFile(storage, {**IDENTITY, **changes}, lambda: None)
 
 
 def written(path: Path) -> tuple[Path, list[torch.Tensor]]:

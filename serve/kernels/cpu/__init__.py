@@ -45,4 +45,5 @@ def cpu_kernels(
         copy_blocks=copy_blocks,
         fuse_decoder=DecoderFuser(library),
         sampling=SamplingKernels(sampling.draw, sampling.penalize, sampling.argmax, sampling.score),
+        build=library.build,
     )

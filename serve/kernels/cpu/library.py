@@ -127,6 +127,7 @@ class Library:
 
     def __init__(self, num_threads: int | None, cache_dir: Path | None) -> None:
         functions = load_library(cache_dir)
+        self.build = Path(functions._name).stem  # of the instruction set and the sources
         ints, pointers = [c_int64], [c_void_p]
         create = functions.serve_pool_create
         create.argtypes, create.restype = [c_int32], c_void_p

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import triton
 from torch import Tensor
 
 from serve.kernels import reference
@@ -24,7 +25,8 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
     batch_invariant: a request's result is the same bit for bit whatever shares its batch, and
     however it is cut into chunks. Linear layers and attention are slower for it.
     """
-    tiles = load_tiles(current_target())
+    target = current_target()
+    tiles = load_tiles(target)
 
     def pack_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         tile = tiles.matmul(weight.dtype)
@@ -42,4 +44,5 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
         copy_blocks=copy_blocks,
         prepare_heads=attention.prepare_heads,
         sampling=SamplingKernels(draw, penalize),
+        build=f"{triton.__version__} {target}",
     )
