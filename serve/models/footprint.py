@@ -55,6 +55,7 @@ class Footprint:
     hidden_size: int
     widest_bytes: int  # of the largest values between two layers' parts, per token
     widened: tuple[str, ...] = ()  # kinds of GGUF blocks whose values take 32 bits each on a CPU
+    kept: tuple[str, ...] = ()  # how a CPU keeps float32 matrices, if narrower: "4 bits as Q4_1"
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """One KV block in all layers: keys and values."""
@@ -94,7 +95,10 @@ def read_footprint(
     size_of = _lossless_bytes(kinds, min(checkpoint.dtype.itemsize, dtype.itemsize))
     footprint = _of_decoder(spec, parameters, _packed_bytes(parameters, size_of), compute_dtype)
     widened = set(kinds.values()) - _PACKED_BYTES.keys() - {"F32"}
-    return replace(footprint, widened=tuple(sorted(widened)))
+    kept = {_in_bits(kind) for kind in kinds.values() if kind in _PACKED_BYTES}
+    if not kinds and checkpoint.dtype.itemsize < dtype.itemsize:
+        kept = {f"{8 * checkpoint.dtype.itemsize} bits"}
+    return replace(footprint, widened=tuple(sorted(widened)), kept=tuple(sorted(kept)))
 
 
 def _of_decoder(
@@ -144,6 +148,11 @@ def _gguf_kinds(checkpoint: Checkpoint) -> dict[str, str]:
     with GGUFFile(checkpoint.path) as opened:
         model_type = checkpoint.hf_config.model_type
         return {hf_name(tensor.name, model_type): tensor.kind.name for tensor in opened.tensors}
+
+
+def _in_bits(kind: str) -> str:
+    """Q4_1 → 4 bits as Q4_1"""
+    return f"{kind.strip('BFQ').partition('_')[0]} bits as {kind}"
 
 
 def _lossless_bytes(kinds: Mapping[str, str], itemsize: int) -> SizeOf:

@@ -47,6 +47,7 @@ class Capacity:
     model_type: str
     footprint: Footprint
     weight_bytes_by_dtype: dict[str, int]
+    float32_kept: tuple[str, ...]  # see Footprint.kept
     device: str
     dtype: str
     memory_bytes: int
@@ -85,6 +86,7 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
         quantization=quantization,
         attention_backend=config.device.attention_backend,
     )
+    by_dtype = _footprints(checkpoint, device, impl)
     dtype = torch.float32 if device == "cpu" else weights_dtype  # as Device.compute_dtype
     memory = options.memory or _memory_here(config.device, device)
     longest = longest_wanted(config, footprint.max_position)
@@ -114,7 +116,8 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
         model=config.model.model or path.name,
         model_type=str(checkpoint.hf_config.model_type),
         footprint=footprint,
-        weight_bytes_by_dtype=_weights_by_dtype(checkpoint, device, impl),
+        weight_bytes_by_dtype={name: each.weight_bytes for name, each in by_dtype.items()},
+        float32_kept=by_dtype["float32"].kept,
         device=device,
         dtype=quantization or _name(weights_dtype),
         memory_bytes=memory,
@@ -157,13 +160,10 @@ def _step_bytes(footprint: Footprint, dtype: torch.dtype, budget: int, max_num_s
     return budget * (footprint.widest_bytes + residuals) + rows * logits
 
 
-def _weights_by_dtype(checkpoint: Checkpoint, device: str, impl: str) -> dict[str, int]:
-    dtypes = (torch.float32, torch.bfloat16)
+def _footprints(checkpoint: Checkpoint, device: str, impl: str) -> dict[str, Footprint]:
     return {
-        _name(dtype): read_footprint(
-            checkpoint, dtype=dtype, device_type=device, impl=impl
-        ).weight_bytes
-        for dtype in dtypes
+        _name(dtype): read_footprint(checkpoint, dtype=dtype, device_type=device, impl=impl)
+        for dtype in (torch.float32, torch.bfloat16)
     }
 
 

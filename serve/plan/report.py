@@ -35,6 +35,12 @@ def print_plan(capacity: Capacity, suggestions: list[Suggestion], console: Conso
     for line in _layer_lines(capacity):
         console.print(line)
     console.print(_memory_table(capacity))
+    if capacity.float32_kept:
+        kept = " and ".join(capacity.float32_kept)
+        console.print(
+            f"weights in float32: matrices are kept in {kept}, like in the file, and widened as "
+            "they are read, which loses nothing; a 16-bit dtype rounds each value to 16 bits.\n"
+        )
     if capacity.cache is None:
         console.print(
             f"[bold]It does not fit[/]: at least {_size(capacity.needed_bytes)} are needed, and "

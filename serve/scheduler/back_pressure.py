@@ -38,13 +38,13 @@ class BackPressure:
         """
         num_queued = max(0, num_waiting - num_rows)
         if self._max_reqs is not None and num_queued >= self._max_reqs:
-            what = f"{num_queued} requests are queued; at most {self._max_reqs} may be"
+            what = f"{_are(num_queued, 'request')} queued; at most {self._max_reqs} may be"
         elif (
             self._max_tokens is not None
             and num_waiting >= num_rows
             and num_tokens + num_new_tokens > self._max_tokens
         ):
-            what = f"{num_tokens} tokens are queued; at most {self._max_tokens} may be"
+            what = f"{_are(num_tokens, 'token')} queued; at most {self._max_tokens} may be"
         else:
             return
         wait = self.retry_after_s(num_waiting + num_swapped, now)
@@ -54,3 +54,7 @@ class BackPressure:
         """Whole seconds, at least 1, that a queue of so many needs at the rate of late."""
         seconds = self._rate.seconds_for(num_queued, now) if num_queued else None
         return 1.0 if seconds is None else float(max(1, math.ceil(seconds)))
+
+
+def _are(number: int, what: str) -> str:
+    return f"1 {what} is" if number == 1 else f"{number} {what}s are"

@@ -31,6 +31,18 @@ def test_a_config_json_alone_is_enough(folder: Path, capsys: pytest.CaptureFixtu
         assert text in printed, printed
 
 
+def test_weights_narrower_than_their_dtype_are_explained(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    make_config("mistral", dtype="bfloat16").save_pretrained(half)
+    assert main(["plan", str(half), "--device", "cpu", "--memory", "2GiB"]) == 0
+    assert "kept in 16 bits, like in the file" in " ".join(capsys.readouterr().out.split())
+    for plain in ([str(folder), "--device", "cpu"], [str(half), "--device", "cuda"]):
+        assert main(["plan", *plain, "--memory", "2GiB"]) == 0
+        assert "kept in" not in capsys.readouterr().out
+
+
 def test_json_has_the_same_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder), "--memory", "2GiB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

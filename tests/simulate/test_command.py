@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,20 @@ def test_a_table_has_a_column_for_each_variant(capsys: pytest.CaptureFixture[str
     assert modes.split() == ["preemption-mode", "recompute", "swap"]
     assert "TTFT p99" in printed
     assert "KV use, most" in printed
+
+
+def test_the_first_example_of_the_readme_shows_a_difference(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    line = re.search(r"^serve-llm (simulate .*?) *#", readme, re.MULTILINE)
+    assert line is not None
+    assert main([*line[1].split(), "--json"]) == 0
+    variants = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
+    assert len(variants) > 1
+    for figure in ("ttft", "itl"):
+        seconds = [variant[figure]["p99"] for variant in variants]
+        assert max(seconds) > 1.5 * min(seconds), figure
 
 
 def test_json_is_one_object_per_variant(capsys: pytest.CaptureFixture[str]) -> None:
