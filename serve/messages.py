@@ -111,6 +111,7 @@ class EngineReady:
     prefix_caching: bool = False  # equal beginnings of prompts are computed once
     scheduling_policy: str = "fcfs"
     block_bytes: int = 0  # KV of one block, all layers
+    cache_dtype: str = ""  # of keys and values
     identity: str = ""  # of weights, formats and kernels: equal where the same seed gives the same
 
 

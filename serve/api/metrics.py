@@ -119,7 +119,7 @@ class EngineFigures:
             "block_size": str(ready.block_size),
             "num_gpu_blocks": str(ready.num_blocks),
             "num_cpu_blocks": str(ready.num_host_blocks),
-            "cache_dtype": ready.dtype,
+            "cache_dtype": ready.cache_dtype,
         }
         make.gauge("cache_config_info", "The KV cache's settings, as labels.", info).set(1)
 

@@ -91,6 +91,7 @@ def core_over(
         prefix_caching=config.cache.enable_prefix_caching,
         scheduling_policy=limits.policy,
         block_bytes=worker.block_bytes,
+        cache_dtype=worker.cache_dtype,
         identity=worker.identity,
     )
     depth = _depth(scheduling.async_scheduling, worker.device)

@@ -23,6 +23,7 @@ class WorkerInfo:
     dtype: str
     attention_backend: str
     block_bytes: int = 0  # KV of one block, all layers
+    cache_dtype: str = ""  # of keys and values
     identity: str = ""  # equal where the same request gets the same bits
 
 

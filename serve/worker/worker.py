@@ -108,6 +108,7 @@ class Worker:
             dtype=dtype_name,
             attention_backend=self._kernels.name,
             block_bytes=self._block_bytes(),
+            cache_dtype=str(self._cache_dtype).removeprefix("torch."),
             identity=identity_digest(identity),
         )
         self._log_cache(size)
@@ -257,6 +258,11 @@ class Worker:
             footprint.weight_bytes / GIB,
             f"; linear layers quantized to {quantization}" if quantization else "",
         )
+        if footprint.kept:
+            logger.info(
+                "matrices are kept in %s, like in the file, which loses nothing",
+                " and ".join(footprint.kept),
+            )
         if footprint.widened:
             logger.info(
                 "values from %s blocks are kept in 32 bits, which loses nothing; "

@@ -28,8 +28,9 @@ READY = EngineReady(
     max_num_seqs=8,
     max_num_batched_tokens=64,
     device="cpu",
-    dtype="float32",
+    dtype="bfloat16",
     attention_backend="reference",
+    cache_dtype="float8_e4m3fn",
 )
 MODEL = ServedModel(("a", "b"), 2048, 1000, frozenset(), {})
 
@@ -244,7 +245,12 @@ def test_met_02_counts_agree_after_many_requests() -> None:
 def test_the_cache_settings_are_labels(metrics: Metrics) -> None:
     assert (
         value(
-            metrics, "cache_config_info", block_size="16", num_gpu_blocks="100", num_cpu_blocks="50"
+            metrics,
+            "cache_config_info",
+            block_size="16",
+            num_gpu_blocks="100",
+            num_cpu_blocks="50",
+            cache_dtype="float8_e4m3fn",
         )
         == 1
     )

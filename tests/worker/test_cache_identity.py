@@ -11,6 +11,7 @@ import pytest
 
 from serve.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from serve.worker import cache_identity
+from serve.worker.executor import WorkerInfo
 from serve.worker.worker import Worker
 from tests.e2e.tiny_model import save_tiny_model
 
@@ -20,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"), max_model_len=128)
 
 
-def identity(folder: Path, **settings: Any) -> str:
+def info(folder: Path, **settings: Any) -> WorkerInfo:
     """Of a worker with this model; settings by the part of the config that has them."""
     parts: dict[str, Any] = {
         "model": ModelConfig(str(folder), **settings.get("model", {})),
@@ -28,7 +29,11 @@ def identity(folder: Path, **settings: Any) -> str:
         "device": DeviceConfig(**{"device": "cpu", "cpu_threads": 1, **settings.get("device", {})}),
         "scheduler": SchedulerConfig(**{"max_num_seqs": 2, **settings.get("scheduler", {})}),
     }
-    return Worker(EngineConfig(**parts), folder).info.identity
+    return Worker(EngineConfig(**parts), folder).info
+
+
+def identity(folder: Path, **settings: Any) -> str:
+    return info(folder, **settings).identity
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +116,8 @@ def test_large_files_are_sampled_all_over(tmp_path: Path) -> None:
     samples = cache_identity._samples(file)
     assert sum(map(len, samples)) == 3 << 20
     assert all(samples)
+
+
+def test_the_caches_dtype_is_told_and_not_the_weights(model: Path) -> None:
+    found = info(model, model={"dtype": "float16"})
+    assert (found.dtype, found.cache_dtype) == ("float16", "float32")
