@@ -188,7 +188,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Requests without a row: those that wait, and those that are swapped out."""
-        return len(self.roster.waiting) + len(self.roster.swapped)
+        return len(self.roster.requests) - len(self.roster.running)
 
     def blocks_needed(self, request: Request) -> tuple[int, int]:
         """Blocks that a queued request needs to be admitted, and those that must then stay free for
