@@ -10,15 +10,14 @@ from typing import Any
 
 from starlette.requests import Request
 
-from serve.api.errors import Unsupported
+from serve.api.protocol.bounds import MAX_CHOICES
 from serve.api.protocol.common import GenerationRequest, RepetitionWish
-from serve.api.protocol.completions import MAX_PROMPTS
 from serve.api.service import Service
+from serve.api.unsupported import refuse_unsupported_fields
 from serve.engine.tokenizer import Tokenizer
 from serve.errors import InvalidRequest, PromptTooLong
 from serve.sampling_params import RepetitionDetection, SamplingParams
 
-MAX_CHOICES = MAX_PROMPTS
 MAX_SALT_CHARS = 128
 _NOT_IN_A_SALT = frozenset("@/\\\0")
 MAX_CHARS_PER_TOKEN = 256  # no text comes near this on average
@@ -39,28 +38,6 @@ _SAME_NAME = (
     "spaces_between_special_tokens",
 )
 
-# Known fields that ask for something this server does not do. Null, false and empty ask nothing.
-_UNSUPPORTED = {
-    "suffix": "completing the middle of a text is not supported",
-    "use_beam_search": "beam search is not supported; use sampling with n",
-    "best_of": "this parameter was withdrawn; ask for n choices and pick the best by logprobs",
-    "length_penalty": "it belongs to beam search, which is not supported",
-    "prompt_embeds": "prompts are text or token ids",
-    "functions": "it was replaced by tools",
-    "function_call": "it was replaced by tool_choice",
-    "audio": "this model writes text only",
-    "web_search_options": "this server searches nothing",
-    "structured_outputs": "structured output is not supported",
-    "guided_json": "structured output is not supported",
-    "guided_regex": "structured output is not supported",
-    "guided_choice": "structured output is not supported",
-    "guided_grammar": "structured output is not supported",
-    "thinking_token_budget": "a budget for thinking is not supported",
-    "logprob_token_ids": "logprobs of chosen ids are not supported; use logprobs",
-    "kv_transfer_params": "KV transfer is not supported",
-    "vllm_xargs": "there are no plugins here",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class LogprobCounts:
@@ -72,12 +49,7 @@ class LogprobCounts:
 
 def refuse_unsupported(body: GenerationRequest) -> None:
     """Raises Unsupported, naming the field and the reason."""
-    extra = body.model_extra or {}
-    for name in _UNSUPPORTED.keys() & extra.keys():
-        if extra[name] not in (None, False, "", [], {}) and not (
-            name == "best_of" and extra[name] == (body.n or 1)
-        ):
-            raise Unsupported(f"{name}: {_UNSUPPORTED[name]}.", param=name)
+    refuse_unsupported_fields(body.model_extra, body.n or 1)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     if body.stream_interval is not None and body.stream_interval < 1:

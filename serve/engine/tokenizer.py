@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from serve.engine.chat_messages import Message, for_template
 from serve.engine.chat_template import ChatTemplate
-from serve.engine.detokenizer import Detokenizer
+from serve.engine.detokenizer import Detokenizer, text_plan
 from serve.engine.token_bytes import TokenBytes
 from serve.engine.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from serve.errors import ConfigError, InvalidRequest
@@ -135,7 +135,8 @@ class Tokenizer:
     def decode_now(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """`decode` on the caller's own thread."""
         sampling = SamplingParams(skip_special_tokens=skip_special_tokens)
-        return Detokenizer(self.tokens, sampling).push(token_ids, final=True).text
+        plan = text_plan(self.tokens, sampling)
+        return Detokenizer(plan).push(token_ids, final=True).text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds within a text; b"" for an unknown id."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
+from serve.api.protocol.bounds import Name
 from serve.api.protocol.common import RequestModel, ResponseModel
+
+Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class SchedulerChanges(RequestModel):
@@ -17,13 +20,13 @@ class SchedulerChanges(RequestModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
     preemption_mode: Literal["recompute", "swap", "auto"] | None = None
-    preemption_victim: str | None = None
+    preemption_victim: Name | None = None
     thrash_guard: bool | None = None
-    scheduling_policy: str | None = None
-    step_order: str | None = None
+    scheduling_policy: Name | None = None
+    step_order: Name | None = None
     target_itl_ms: float | None = None
 
 
