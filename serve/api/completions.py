@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -69,7 +67,7 @@ async def prepare(
         ),
         LogprobCounts(generated=num_top, prompt=max(scored, default=None)),
     )
-    prompts = await asyncio.gather(*(prompt_ids(p, body, service) for p in body.prompt))
+    prompts = await prompt_ids(body.prompt, body, service)
     as_ids = bool(body.return_tokens_as_token_ids)
     names = TokenNames(service.engine.tokenizer, as_ids, sampling.skip_special_tokens)
     return CompletionAnswer(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,12 @@ from serve.api.protocol.common import GenerationRequest, RepetitionWish
 from serve.api.service import Service
 from serve.api.unsupported import refuse_unsupported_fields
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import InvalidRequest, PromptTooLong
+from serve.errors import InvalidRequest
 from serve.sampling_params import RepetitionDetection, SamplingParams
 
 MAX_SALT_CHARS = 128
 _NOT_IN_A_SALT = frozenset("@/\\\0")
-MAX_CHARS_PER_TOKEN = 256  # no text comes near this on average
+MAX_BAD_WORD_TOKENS = 64
 
 # Fields that SamplingParams has under the same name.
 _SAME_NAME = (
@@ -120,25 +119,19 @@ def capped_logprobs(count: int | None, service: Service, param: str) -> int | No
 
 
 async def prompt_ids(
-    prompt: str | list[int], body: GenerationRequest, service: Service
-) -> list[int]:
-    """One prompt as ids, with the tokenizer's special tokens unless told otherwise.
+    prompts: Sequence[str | list[int]], body: GenerationRequest, service: Service
+) -> list[list[int]]:
+    """Each prompt as ids; texts with the tokenizer's special tokens unless told otherwise.
 
     Raises PromptTooLong for a text that could not fit, before any time is spent on it.
     """
-    if not isinstance(prompt, str):
-        return truncated(prompt, body, service)
-    limit = service.engine.model.max_model_len
-    if body.truncate_prompt_tokens is None and len(prompt) > limit * MAX_CHARS_PER_TOKEN:
-        raise PromptTooLong(
-            f"The prompt has {len(prompt)} characters; this model accepts {limit} tokens, "
-            "completion included. Shorten it.",
-            param="prompt",
-        )
     adds = True if body.add_special_tokens is None else body.add_special_tokens
-    return truncated(
-        await service.engine.tokenizer.encode(prompt, add_special_tokens=adds), body, service
-    )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await service.engine.tokenizer.encode_all(texts, adds) if texts else ())
+    return [
+        truncated(next(encoded) if isinstance(prompt, str) else prompt, body, service)
+        for prompt in prompts
+    ]
 
 
 def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list[int]:
@@ -187,9 +180,12 @@ async def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     if any(not word.strip() for word in words):
         raise InvalidRequest("bad_words must not hold an empty word.", param="bad_words")
     spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
-    encoded = await asyncio.gather(
-        *(tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings)
-    )
+    encoded = await tokenizer.encode_all(spellings, add_special_tokens=False)
+    if max(map(len, encoded)) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(
+            f"bad_words must not hold a text of more than {MAX_BAD_WORD_TOKENS} tokens.",
+            param="bad_words",
+        )
     return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
 

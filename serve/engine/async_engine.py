@@ -90,6 +90,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the engine. Raises ConfigError or EngineDead."""
         self.ready = await self._client.start()
+        self.tokenizer.max_model_len = self.ready.max_model_len
         end_ids = set(self._generation.eos_token_ids)
         if self.tokenizer.eos_token_id is not None:
             end_ids.add(self.tokenizer.eos_token_id)
