@@ -350,6 +350,16 @@ def api_keys_from_environment() -> tuple[str, ...]:
     return tuple(k.strip() for k in os.environ.get("SERVE_LLM_API_KEY", "").split(",") if k.strip())
 
 
+def let_idle_threads_sleep() -> None:
+    """Before torch is loaded: its idle OpenMP threads spin for a fraction of a millisecond only.
+
+    By default they spin for about six, on cores that the kernels' own threads need, whenever a step
+    edits or copies a row of logits. Who has set how OpenMP waits keeps that.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "20000"
+
+
 def cache_folder() -> Path:
     """Where downloaded models and compiled kernels are kept: SERVE_LLM_CACHE, or our part of the
     user's cache."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from serve.sampling_params import SamplingParams
-from serve.worker.logit_edits import LogitEditor, longest_start
+from serve.worker.listed_tokens import longest_start
+from serve.worker.logit_edits import LogitEditor
 from tests.worker.harness import Asked, cpu, make_rows, row_data, sample
 
 VOCAB = 12
