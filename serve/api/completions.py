@@ -77,6 +77,7 @@ async def prepare(
             prompts=prompts,
             sampling=sampling,
             n=n,
+            gathers=not body.stream,
             priority=body.priority or 0,
             timeout_s=body.timeout,
             client=client,

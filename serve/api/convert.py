@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from serve.api.protocol.bounds import MAX_CHOICES
+from serve.api.protocol.bounds import MAX_PROMPTS
 from serve.api.protocol.common import GenerationRequest, RepetitionWish
 from serve.api.service import Service
 from serve.api.unsupported import refuse_unsupported_fields
@@ -62,9 +62,9 @@ def num_choices(body: GenerationRequest, num_prompts: int = 1) -> int:
     n = 1 if body.n is None else body.n
     if n < 1:
         raise InvalidRequest(f"n must be 1 or more, not {n}.", param="n")
-    if n * num_prompts > MAX_CHOICES:
+    if n * num_prompts > MAX_PROMPTS:
         raise InvalidRequest(
-            f"The request asks for more than {MAX_CHOICES} completions ({num_prompts} prompts, "
+            f"The request asks for more than {MAX_PROMPTS} completions ({num_prompts} prompts, "
             f"n = {n}). Split it.",
             param="n" if n > 1 else "prompt",
         )
@@ -90,7 +90,7 @@ async def sampling_params(
         max_tokens=max_tokens,
         seed=None if body.seed == -1 else body.seed,
         stop=_stop_strings(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         allowed_token_ids=_allowed_ids(body.allowed_token_ids),
         logit_bias=_logit_bias(body.logit_bias or {}),
         repetition_detection=_repetition_detection(body.repetition_detection),
@@ -152,7 +152,7 @@ def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop or ()))
 
 
 def _allowed_ids(ids: list[int] | None) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _allowed_ids(ids: list[int] | None) -> tuple[int, ...]:
         raise InvalidRequest(
             "allowed_token_ids must not be empty; leave it out.", param="allowed_token_ids"
         )
-    return tuple(ids or ())
+    return tuple(dict.fromkeys(ids or ()))
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

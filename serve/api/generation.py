@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from serve.api.clients import Client
 from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
+from serve.api.request_size import check_size
 from serve.api.service import Service
 from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
@@ -42,6 +43,7 @@ class Job:
     cache_salt: str | None = None
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
+    gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
 
     @property
@@ -96,6 +98,7 @@ class Outputs:
                 service.engine.prepare(ids, job.sampling, continues_prompt=job.continues_prompt)
                 for ids in job.prompts
             ]
+            check_size(job, service.config, service.engine.ready.max_model_len)
             streams = [self._generate(index) for index in range(job.num_choices)]
         except RequestError as error:
             if error.param == "prompt":

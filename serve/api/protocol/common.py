@@ -24,8 +24,9 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63), BeforeValidator(_whole)]
 """An integer of at most 64 bits; never a boolean, never text."""
+NumChoices = Annotated[int, Field(ge=-(2**63), le=MAX_CHOICES), BeforeValidator(_whole)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -68,7 +69,7 @@ class GenerationRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: Whole | None = None
-    n: Annotated[Whole, Field(le=MAX_CHOICES)] | None = None
+    n: NumChoices | None = None
     max_tokens: Whole | None = None
     min_tokens: Whole | None = None
     temperature: Finite | None = None
