@@ -98,6 +98,10 @@ class Tokenizer:
             lambda: self.decode_now(token_ids, skip_special_tokens), token_ids
         )
 
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """`token_text` of each."""
+        return await self._threads.run(lambda: [*map(self.token_text, token_ids)], token_ids)
+
     async def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

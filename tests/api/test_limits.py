@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from serve.api.app import BODIES
+from serve.api.protocol import bounds
 from serve.config import ServerConfig
 from serve.messages import AddRequest
 from tests.api.conftest import ANSWER, Server, running_server
@@ -114,6 +116,14 @@ def test_every_field_of_every_body_has_a_bound(http: httpx.Client) -> None:
     assert [path for name, about in models.items() for path in unbounded(name, about)] == []
     fields = {f"{name}.{f}" for name, about in models.items() for f in about.get("properties", {})}
     assert BOUNDED_ELSEWHERE.keys() <= fields
+
+
+def test_the_page_of_limits_has_every_number_of_the_protocol() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+    numbers = {name: value for name, value in vars(bounds).items() if name.startswith("MAX_")}
+
+    assert len(numbers) > 20
+    assert [name for name, value in numbers.items() if f"{value:,}" not in page] == []
 
 
 @pytest.mark.parametrize(
