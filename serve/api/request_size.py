@@ -14,7 +14,7 @@ from serve.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from serve.api.generation import Job
 
-MAX_LISTED_TOKENS = 2**20
+MAX_LISTED_TOKENS = 2**21
 
 
 def check_size(job: Job, config: ServerConfig, max_model_len: int) -> None:

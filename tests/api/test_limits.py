@@ -269,7 +269,7 @@ def test_sec_47_lists_are_deduplicated_and_bounded_over_all_choices(
     assert sent.sampling.allowed_token_ids == (3, 1)
     assert sent.sampling.stop_token_ids.count(5) == 1
     words = ["a" * 32 + chr(97 + i % 26) * (i % 32) for i in range(256)]
-    refused = http.post(COMPLETIONS, json={"prompt": "a", "n": 64, "bad_words": words})
+    refused = http.post(COMPLETIONS, json={"prompt": "a", "n": 128, "bad_words": words})
     assert refused.json()["error"]["param"] == "bad_words"
 
 
