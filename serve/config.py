@@ -291,6 +291,9 @@ class ServerConfig:
     """Largest head of a request (its address and headers); larger ones are refused with 431."""
     max_logprobs: int = 20
     """Most alternatives per token that a request may ask for in logprobs."""
+    max_answer_entries: int = 2**21
+    """Most that a request may come to over all its choices, in entries: prompt tokens times
+    (prompt_logprobs + 1) and, without streaming, max_tokens times (logprobs + 1)."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: sampling defaults come from the model's generation_config.json."""
     timeout_keep_alive: int = 120
@@ -314,6 +317,8 @@ class ServerConfig:
         head = self.max_header_bytes
         _require(head >= 1024, "max-header-bytes", head, "at least 1024")
         _require(logprobs >= 0, "max-logprobs", logprobs, "0 or more")
+        entries = self.max_answer_entries
+        _require(entries >= 1, "max-answer-entries", entries, "at least 1")
         for pair in self.client_weight:
             _require(_weight(pair) is not None, "client-weight", pair, "NAME=WEIGHT, above 0")
         timeout, prefix = self.shutdown_timeout, self.metrics_prefix
@@ -348,6 +353,16 @@ def _weight(pair: str) -> float | None:
 def api_keys_from_environment() -> tuple[str, ...]:
     """Keys in SERVE_LLM_API_KEY, comma separated."""
     return tuple(k.strip() for k in os.environ.get("SERVE_LLM_API_KEY", "").split(",") if k.strip())
+
+
+def let_idle_threads_sleep() -> None:
+    """Before torch is loaded: its idle OpenMP threads spin for a fraction of a millisecond only.
+
+    By default they spin for about six, on cores that the kernels' own threads need, whenever a step
+    edits or copies a row of logits. Who has set how OpenMP waits keeps that.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
 def cache_folder() -> Path:

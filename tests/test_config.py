@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from serve.config import (
     ServerConfig,
     api_keys_from_environment,
     cache_folder,
+    let_idle_threads_sleep,
 )
 from serve.errors import ConfigError
 
@@ -110,3 +114,25 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/xdg/serve-llm")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "serve-llm"
+
+
+@pytest.mark.parametrize(
+    ("already", "spins"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_sec_47_idle_openmp_threads_sleep_unless_someone_said_how_they_wait(
+    monkeypatch: pytest.MonkeyPatch, already: dict[str, str], spins: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in already.items():
+        monkeypatch.setenv(name, value)
+    let_idle_threads_sleep()
+    set_to = os.environ.get("GOMP_SPINCOUNT")
+    os.environ.pop("GOMP_SPINCOUNT", None)
+    assert set_to == spins
+
+
+def test_sec_47_the_config_comes_without_torch_which_reads_the_setting_when_loaded() -> None:
+    code = "import serve.engine, serve.config, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

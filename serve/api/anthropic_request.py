@@ -20,10 +20,12 @@ from serve.api.protocol.chat import (
     Message,
     ToolCall,
 )
+from serve.api.unsupported import refuse_unsupported_fields
 
 
 def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
     """What to generate. Raises InvalidRequest."""
+    refuse_unsupported_fields(body.model_extra)
     return ChatCompletionRequest(
         messages=chat_messages(body),
         max_tokens=body.max_tokens,

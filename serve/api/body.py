@@ -20,6 +20,13 @@ from serve.errors import InvalidRequest
 M = TypeVar("M", bound=BaseModel)
 
 MAX_CONTAINERS = 50_000
+MAX_FIELDS = 200_000
+MAX_VALUES = 2**20
+_PIECES = (
+    (b"[{", MAX_CONTAINERS, "lists and objects"),
+    (b":", MAX_FIELDS, "fields"),
+    (b",", MAX_VALUES, "values"),
+)
 # The closing quote is optional, so that an unclosed text cannot make the search quadratic.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 
@@ -72,15 +79,23 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_structure(raw: bytes) -> None:
-    """Refuse a body of too many lists and objects: parsing builds each one while nothing else runs.
+    """Refuse a body of too many pieces: parsing builds each one while nothing else runs.
 
     Parsing in a thread would not help, since the parser holds the interpreter lock throughout.
     """
-    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+    if _excess(raw) is None:
         return
-    bare = _STRING.sub(b"", raw)  # a text may hold as many brackets as it likes
-    if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
-        raise InvalidRequest(f"The body holds more than {MAX_CONTAINERS} lists and objects.")
+    what = _excess(_STRING.sub(b"", raw))  # a text may hold as many of these marks as it likes
+    if what is not None:
+        raise InvalidRequest(f"The body holds more than {what}.")
+
+
+def _excess(raw: bytes) -> str | None:
+    """Of what there are too many, and how many may be; None if all is well."""
+    for marks, limit, what in _PIECES:
+        if sum(raw.count(mark) for mark in marks) > limit:
+            return f"{limit} {what}"
+    return None
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -74,6 +74,7 @@ async def prepare(
             prompts=[truncated(prompt, body, service)],
             sampling=sampling,
             n=n,
+            gathers=not body.stream,
             priority=body.priority or 0,
             timeout_s=body.timeout,
             client=client,

@@ -10,13 +10,14 @@ from typing import Any
 from serve.api.choices import Choice, in_intervals
 from serve.api.chunks import ChunkWriter, Envelope, text_json
 from serve.api.generation import Job, Outputs, Tally
-from serve.api.logprobs import ChatLogprobsWriter, TokenNames, prompt_logprobs
+from serve.api.logprobs import ChatLogprobsWriter, TokenNames
 from serve.api.protocol.chat import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
 )
+from serve.api.scores import ChatScores, Scores
 from serve.api.streaming import DONE
 from serve.engine.outputs import RequestOutput
 
@@ -31,11 +32,20 @@ class ChatAnswer:
     names: TokenNames
     num_top: int | None  # `top_logprobs`, if logprobs are wanted
 
+    def scores(self) -> list[Scores]:
+        """What writes the choices' log-probabilities; the first writes the prompt's."""
+        names = None if self.body.prompt_logprobs is None else self.names
+        if self.num_top is None and names is None:
+            return []
+        first = ChatScores(self.logprobs_writer(), names)
+        others = (ChatScores(self.logprobs_writer(), None) for _ in range(1, self.job.n))
+        return [first, *others]
+
     def whole(self, choices: Sequence[Choice], tally: Tally) -> ChatCompletion:
-        """The answer without streaming."""
+        """The answer without streaming, and without its log-probabilities."""
         extras: dict[str, Any] = {}
         if self.body.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self.names)
+            extras["prompt_logprobs"] = None
         if self.body.return_token_ids:
             extras["prompt_token_ids"] = self.job.prompts[0]
         if self.body.return_metrics:
@@ -48,16 +58,13 @@ class ChatAnswer:
         )
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
-        logprobs: Any = None
-        if (writer := self.logprobs_writer()) is not None:
-            logprobs = writer.generated(choice.logprobs, hides_last=choice.hides_last)
         ids: dict[str, Any] = {}
         if self.body.return_token_ids:
             ids["token_ids"] = choice.token_ids
         return ChatChoice(
             index=index,
             message=AssistantMessage(role="assistant", content=choice.text, refusal=None),
-            logprobs=logprobs,
+            logprobs=None,
             finish_reason=choice.ended_by,
             stop_reason=choice.stop_reason,
             **ids,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from serve.api.generation import Outputs
 from serve.api.protocol.common import FinishedBy
+from serve.api.scores import Scores
 from serve.engine.outputs import RequestOutput, joined
 from serve.messages import FinishReason, TokenLogprobs
 
@@ -50,12 +51,19 @@ class Choice:
                 return "length"
 
 
-async def collect(outputs: Outputs) -> list[Choice]:
-    """Generate everything, close the outputs, and return it whole."""
+async def collect(outputs: Outputs, scores: Sequence[Scores] = ()) -> list[Choice]:
+    """Generate everything, close the outputs, and return it whole.
+
+    With `scores`, one per choice, log-probabilities go there and not into the choices.
+    """
     choices = [Choice() for _ in outputs.tally.generated]
     try:
         async for index, output in outputs:
-            choices[index].add(output)
+            if scores:
+                await scores[index].add(output)
+                choices[index].add(output._replace(logprobs=None, prompt_logprobs=None))
+            else:
+                choices[index].add(output)
     finally:
         await outputs.aclose()
     return choices

@@ -10,21 +10,15 @@ from typing import Any
 from serve.api.choices import Choice, in_intervals
 from serve.api.chunks import ChunkWriter, Envelope, text_json
 from serve.api.generation import Job, Outputs, Tally
-from serve.api.logprobs import (
-    CompletionLogprobsWriter,
-    TokenNames,
-    joined_logprobs,
-    prompt_logprobs,
-)
+from serve.api.logprobs import CompletionLogprobsWriter, TokenNames
 from serve.api.protocol.completions import (
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
 )
+from serve.api.scores import CompletionScores, Scores
 from serve.api.streaming import DONE
 from serve.engine.outputs import RequestOutput
-from serve.messages import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +46,20 @@ class CompletionAnswer:
         leads = self.echoed is not None
         return CompletionLogprobsWriter(self.body.logprobs, self.names, leads=leads)
 
+    def scores(self) -> list[Scores]:
+        """What writes the choices' log-probabilities."""
+        if self.body.logprobs is None and self.body.prompt_logprobs is None:
+            return []
+        return [self.scores_of(i, self.logprobs_writer()) for i in range(self.job.num_choices)]
+
+    def scores_of(self, index: int, writer: CompletionLogprobsWriter | None) -> CompletionScores:
+        """What writes one choice's."""
+        names = None if self.body.prompt_logprobs is None else self.names
+        echoed = self.prompt_of(index) if self.echoed is not None else None
+        return CompletionScores(writer, names, echoed)
+
     def whole(self, choices: Sequence[Choice], tally: Tally) -> Completion:
-        """The answer without streaming."""
+        """The answer without streaming, and without its log-probabilities."""
         extras: dict[str, Any] = {}
         if self.body.return_metrics:
             extras["metrics"] = tally.metrics()
@@ -67,28 +73,18 @@ class CompletionAnswer:
     def _choice(self, index: int, choice: Choice) -> CompletionChoice:
         extras: dict[str, Any] = {}
         if self.body.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self.names)
+            extras["prompt_logprobs"] = None
         if self.body.return_token_ids:
             extras["prompt_token_ids"] = self.prompt_of(index)
             extras["token_ids"] = choice.token_ids
         return CompletionChoice(
             index=index,
             text=self.echo_of(index) + choice.text,
-            logprobs=self._logprobs(index, choice),
+            logprobs=None,
             finish_reason=choice.ended_by,
             stop_reason=choice.stop_reason,
             **extras,
         )
-
-    def _logprobs(self, index: int, choice: Choice) -> CompletionLogprobs | None:
-        writer = self.logprobs_writer()
-        if writer is None:
-            return None
-        parts = []
-        if self.echoed is not None:
-            parts.append(writer.prompt(self.prompt_of(index), choice.prompt_logprobs))
-        parts.append(writer.generated(choice.logprobs))
-        return CompletionLogprobs(**joined_logprobs(parts))
 
     async def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
@@ -98,6 +94,8 @@ class CompletionAnswer:
         )
         choices = [_ChoiceStream(self, index) for index in range(self.job.num_choices)]
         async for index, output in in_intervals(outputs, body.stream_interval):
+            if choices[index].echo_scores is not None:
+                await choices[index].note(output)
             payload = choices[index].payload(output)
             if output.finish_reason is not None:
                 yield chunks.last_chunk(index, payload, output.finish_reason, output.stop_reason)
@@ -115,13 +113,18 @@ class _ChoiceStream:
         self._prompt_ids = answer.prompt_of(index)
         self._echo = answer.echo_of(index)
         self._begun = False
-        self._prompt_logprobs: list[TokenLogprobs] = []
         self._writer = answer.logprobs_writer()
+        self.echo_scores: CompletionScores | None = None  # until the first payload
+        if self._echoes and self._writer is not None:
+            self.echo_scores = answer.scores_of(index, self._writer)
+
+    async def note(self, output: RequestOutput) -> None:
+        """While there are `echo_scores`, comes before `payload`: they may be many."""
+        assert self.echo_scores is not None
+        await self.echo_scores.add(output)
 
     def payload(self, output: RequestOutput) -> str:
         """The chunk's fields as JSON text; empty if there is nothing to say yet."""
-        if output.prompt_logprobs:
-            self._prompt_logprobs += output.prompt_logprobs
         if not output.token_ids and output.finish_reason is None:
             return ""
         begins, self._begun = not self._begun, True
@@ -130,7 +133,7 @@ class _ChoiceStream:
             return ""
         logprobs = "null"
         if self._writer is not None:
-            logprobs = json.dumps(self._logprobs(self._writer, begins, output))
+            logprobs = self._logprobs(self._writer, output)
         ids = ""
         if self._gives_ids:
             ids = f',"token_ids":{output.token_ids}'
@@ -138,12 +141,8 @@ class _ChoiceStream:
                 ids += f',"prompt_token_ids":{self._prompt_ids}'
         return f'"text":{text_json(text)},"logprobs":{logprobs}{ids}'
 
-    def _logprobs(
-        self, writer: CompletionLogprobsWriter, begins: bool, output: RequestOutput
-    ) -> dict[str, Any] | None:
-        parts = []
-        if begins and self._echoes:
-            parts.append(writer.prompt(self._prompt_ids, self._prompt_logprobs))
-        if output.logprobs:
-            parts.append(writer.generated(output.logprobs))
-        return joined_logprobs(parts) if parts else None
+    def _logprobs(self, writer: CompletionLogprobsWriter, output: RequestOutput) -> str:
+        if self.echo_scores is not None:
+            first, self.echo_scores = self.echo_scores, None
+            return "".join(first.pieces())
+        return json.dumps(writer.generated(output.logprobs)) if output.logprobs else "null"

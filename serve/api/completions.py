@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -72,7 +70,7 @@ async def prepare(
         ),
         LogprobCounts(generated=num_top, prompt=max(scored, default=None)),
     )
-    prompts = await asyncio.gather(*(prompt_ids(p, body, service) for p in body.prompt))
+    prompts = await prompt_ids(body.prompt, body, service)
     as_ids = bool(body.return_tokens_as_token_ids)
     names = TokenNames(service.engine.tokenizer, as_ids, sampling.skip_special_tokens)
     return CompletionAnswer(
@@ -82,6 +80,7 @@ async def prepare(
             prompts=prompts,
             sampling=sampling,
             n=n,
+            gathers=not body.stream,
             priority=body.priority or 0,
             timeout_s=body.timeout,
             client=client,

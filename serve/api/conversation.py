@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from serve.api.errors import MissingField, Unsupported
 from serve.api.protocol.chat import Message, TemplateFields
 from serve.config import ServerConfig
 from serve.engine.tokenizer import Tokenizer
+
+_TURN = 256  # messages that are looked at before others are served
 
 
 async def conversation_ids(
@@ -27,12 +30,21 @@ async def conversation_ids(
     continues = bool(fields.continue_final_message)
     adds_prompt = fields.add_generation_prompt
     return await tokenizer.apply_chat_template(
-        [_plain(message, f"messages.{i}") for i, message in enumerate(messages)],
+        await _all_plain(messages),
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         chat_template=fields.chat_template,
         template_kwargs=_template_kwargs(fields),
     )
+
+
+async def _all_plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    plain = []
+    for i, message in enumerate(messages):
+        if i % _TURN == _TURN - 1:
+            await asyncio.sleep(0)
+        plain.append(_plain(message, f"messages.{i}"))
+    return plain
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:

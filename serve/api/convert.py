@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
-from serve.api.errors import Unsupported
+from serve.api.protocol.bounds import MAX_PROMPTS
 from serve.api.protocol.common import GenerationRequest, RepetitionWish
-from serve.api.protocol.completions import MAX_PROMPTS
 from serve.api.service import Service
+from serve.api.unsupported import refuse_unsupported_fields
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import InvalidRequest, PromptTooLong
+from serve.errors import InvalidRequest
 from serve.sampling_params import RepetitionDetection, SamplingParams
 
-MAX_CHOICES = MAX_PROMPTS
 MAX_SALT_CHARS = 128
 _NOT_IN_A_SALT = frozenset("@/\\\0")
-MAX_CHARS_PER_TOKEN = 256  # no text comes near this on average
+MAX_BAD_WORD_TOKENS = 64
 
 # Fields that SamplingParams has under the same name.
 _SAME_NAME = (
@@ -39,28 +37,6 @@ _SAME_NAME = (
     "spaces_between_special_tokens",
 )
 
-# Known fields that ask for something this server does not do. Null, false and empty ask nothing.
-_UNSUPPORTED = {
-    "suffix": "completing the middle of a text is not supported",
-    "use_beam_search": "beam search is not supported; use sampling with n",
-    "best_of": "this parameter was withdrawn; ask for n choices and pick the best by logprobs",
-    "length_penalty": "it belongs to beam search, which is not supported",
-    "prompt_embeds": "prompts are text or token ids",
-    "functions": "it was replaced by tools",
-    "function_call": "it was replaced by tool_choice",
-    "audio": "this model writes text only",
-    "web_search_options": "this server searches nothing",
-    "structured_outputs": "structured output is not supported",
-    "guided_json": "structured output is not supported",
-    "guided_regex": "structured output is not supported",
-    "guided_choice": "structured output is not supported",
-    "guided_grammar": "structured output is not supported",
-    "thinking_token_budget": "a budget for thinking is not supported",
-    "logprob_token_ids": "logprobs of chosen ids are not supported; use logprobs",
-    "kv_transfer_params": "KV transfer is not supported",
-    "vllm_xargs": "there are no plugins here",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class LogprobCounts:
@@ -72,12 +48,7 @@ class LogprobCounts:
 
 def refuse_unsupported(body: GenerationRequest) -> None:
     """Raises Unsupported, naming the field and the reason."""
-    extra = body.model_extra or {}
-    for name in _UNSUPPORTED.keys() & extra.keys():
-        if extra[name] not in (None, False, "", [], {}) and not (
-            name == "best_of" and extra[name] == (body.n or 1)
-        ):
-            raise Unsupported(f"{name}: {_UNSUPPORTED[name]}.", param=name)
+    refuse_unsupported_fields(body.model_extra, body.n or 1)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     if body.stream_interval is not None and body.stream_interval < 1:
@@ -91,9 +62,9 @@ def num_choices(body: GenerationRequest, num_prompts: int = 1) -> int:
     n = 1 if body.n is None else body.n
     if n < 1:
         raise InvalidRequest(f"n must be 1 or more, not {n}.", param="n")
-    if n * num_prompts > MAX_CHOICES:
+    if n * num_prompts > MAX_PROMPTS:
         raise InvalidRequest(
-            f"The request asks for more than {MAX_CHOICES} completions ({num_prompts} prompts, "
+            f"The request asks for more than {MAX_PROMPTS} completions ({num_prompts} prompts, "
             f"n = {n}). Split it.",
             param="n" if n > 1 else "prompt",
         )
@@ -119,7 +90,7 @@ async def sampling_params(
         max_tokens=max_tokens,
         seed=None if body.seed == -1 else body.seed,
         stop=_stop_strings(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         allowed_token_ids=_allowed_ids(body.allowed_token_ids),
         logit_bias=_logit_bias(body.logit_bias or {}),
         repetition_detection=_repetition_detection(body.repetition_detection),
@@ -148,25 +119,19 @@ def capped_logprobs(count: int | None, service: Service, param: str) -> int | No
 
 
 async def prompt_ids(
-    prompt: str | list[int], body: GenerationRequest, service: Service
-) -> list[int]:
-    """One prompt as ids, with the tokenizer's special tokens unless told otherwise.
+    prompts: Sequence[str | list[int]], body: GenerationRequest, service: Service
+) -> list[list[int]]:
+    """Each prompt as ids; texts with the tokenizer's special tokens unless told otherwise.
 
     Raises PromptTooLong for a text that could not fit, before any time is spent on it.
     """
-    if not isinstance(prompt, str):
-        return truncated(prompt, body, service)
-    limit = service.engine.model.max_model_len
-    if body.truncate_prompt_tokens is None and len(prompt) > limit * MAX_CHARS_PER_TOKEN:
-        raise PromptTooLong(
-            f"The prompt has {len(prompt)} characters; this model accepts {limit} tokens, "
-            "completion included. Shorten it.",
-            param="prompt",
-        )
     adds = True if body.add_special_tokens is None else body.add_special_tokens
-    return truncated(
-        await service.engine.tokenizer.encode(prompt, add_special_tokens=adds), body, service
-    )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await service.engine.tokenizer.encode_all(texts, adds) if texts else ())
+    return [
+        truncated(next(encoded) if isinstance(prompt, str) else prompt, body, service)
+        for prompt in prompts
+    ]
 
 
 def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list[int]:
@@ -187,7 +152,7 @@ def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop or ()))
 
 
 def _allowed_ids(ids: list[int] | None) -> tuple[int, ...]:
@@ -195,7 +160,7 @@ def _allowed_ids(ids: list[int] | None) -> tuple[int, ...]:
         raise InvalidRequest(
             "allowed_token_ids must not be empty; leave it out.", param="allowed_token_ids"
         )
-    return tuple(ids or ())
+    return tuple(dict.fromkeys(ids or ()))
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
@@ -215,9 +180,12 @@ async def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     if any(not word.strip() for word in words):
         raise InvalidRequest("bad_words must not hold an empty word.", param="bad_words")
     spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
-    encoded = await asyncio.gather(
-        *(tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings)
-    )
+    encoded = await tokenizer.encode_all(spellings, add_special_tokens=False)
+    if max(map(len, encoded)) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(
+            f"bad_words must not hold a text of more than {MAX_BAD_WORD_TOKENS} tokens.",
+            param="bad_words",
+        )
     return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
 

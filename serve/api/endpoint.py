@@ -16,9 +16,11 @@ from serve.api.chunks import Envelope, new_envelope
 from serve.api.clients import Client
 from serve.api.convert import timeout_header
 from serve.api.generation import Job, Outputs, Tally
+from serve.api.json_pieces import JsonPieces, with_scores
 from serve.api.protocol.common import GenerationRequest
 from serve.api.protocol.control import RenderedRequest
 from serve.api.request_id import request_id_of
+from serve.api.scores import Scores
 from serve.api.service import Service
 from serve.api.streaming import EventStream, unless_gone
 from serve.engine.request_limits import resolve_sampling
@@ -33,8 +35,11 @@ class Answer(Protocol):
     def job(self) -> Job:
         """What to generate."""
 
+    def scores(self) -> list[Scores]:
+        """What writes the choices' log-probabilities; empty if none are asked for."""
+
     def whole(self, choices: Sequence[Choice], tally: Tally) -> BaseModel:
-        """The answer in one piece."""
+        """The answer in one piece; log-probabilities stand as null in it."""
 
     def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
@@ -61,8 +66,9 @@ class Endpoint(Generic[B]):
         outputs = Outputs(service, answer.job)
         if body.stream:
             return EventStream(answer.events(outputs), outputs)
-        choices = await unless_gone(request, collect(outputs))
-        return json_response(answer.whole(choices, outputs.tally))
+        scores = answer.scores()
+        choices = await unless_gone(request, collect(outputs, scores))
+        return JsonPieces(with_scores(answer.whole(choices, outputs.tally), scores))
 
     async def rendered(self, request: Request, service: Service) -> list[RenderedRequest]:
         """What the engine would be given, per prompt. Raises what `answered` would raise."""

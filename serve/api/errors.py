@@ -218,7 +218,8 @@ def field_path(location: Sequence[int | str]) -> str:
 
 def _is_union_member(part: int | str) -> bool:
     return isinstance(part, str) and (
-        part in ("str", "int", "float", "bool") or re.search(r"[\[\]()A-Z]", part) is not None
+        part.removeprefix("constrained-") in ("str", "int", "float", "bool")
+        or re.search(r"[\[\]()A-Z]", part) is not None
     )
 
 

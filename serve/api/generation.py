@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from serve.api.clients import Client
 from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
+from serve.api.request_size import check_size
 from serve.api.service import Service
 from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
@@ -43,6 +44,7 @@ class Job:
     cache_salt: str | None = None
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
+    gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
 
     @property
@@ -93,6 +95,11 @@ class Outputs:
         self._service = service
         self._job = job
         try:
+            self._prepared = [
+                service.engine.prepare(ids, job.sampling, continues_prompt=job.continues_prompt)
+                for ids in job.prompts
+            ]
+            check_size(job, service.config, service.engine.ready.max_model_len)
             streams = [self._generate(index) for index in range(job.num_choices)]
         except RequestError as error:
             if error.param == "prompt":
@@ -178,20 +185,17 @@ class Outputs:
 
     def _generate(self, index: int) -> Stream:
         prompt, choice = divmod(index, self._job.n)
-        sampling = self._job.sampling
-        if choice and sampling.seed is not None:
+        seed = self._job.sampling.seed
+        return self._service.engine.begin(
+            self._prepared[prompt],
             # Choices differ, and yet each is reproducible.
-            sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
-        return self._service.engine.generate(
-            self._job.prompts[prompt],
-            sampling,
+            seed=(seed + choice) % 2**63 if choice and seed is not None else None,
             priority=self._job.priority,
             cache_salt=self._job.cache_salt,
             timeout_s=self._job.timeout_s,
             client=self._job.client.name,
             weight=self._job.client.weight,
             request_id=self._label(index),
-            continues_prompt=self._job.continues_prompt,
         )
 
     def _label(self, index: int) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.api.protocol.common import PromptLogprob, PromptLogprobs
 from serve.engine.tokenizer import Tokenizer
 from serve.messages import TokenLogprobs
 
@@ -111,6 +110,10 @@ class CompletionLogprobsWriter:
         """The next tokens."""
         return self._write([entry.token_id for entry in entries], entries)
 
+    def nothing(self) -> dict[str, Any]:
+        """No tokens."""
+        return self._write([], [])
+
     def _write(
         self, token_ids: list[int], entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
@@ -137,22 +140,11 @@ class CompletionLogprobsWriter:
         return {self._names.name(token_id): finite(value) for token_id, value in pairs}
 
 
-def joined_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several parts of one completion as one."""
-    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
-
-
-def prompt_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`: per position the candidates by id, the prompt's own among them."""
-    return [None, *(_candidates(entry, names) for entry in entries)]
-
-
-def _candidates(entry: TokenLogprobs, names: TokenNames) -> dict[int, PromptLogprob]:
+def prompt_candidates(entry: TokenLogprobs, names: TokenNames) -> dict[int, dict[str, Any]]:
+    """One entry of vLLM's `prompt_logprobs`: the candidates by id, the prompt's own among them."""
     ranked = zip(entry.top_token_ids, entry.top_logprobs, range(1, 10**6), strict=False)
     rows = [*ranked, (entry.token_id, entry.logprob, entry.rank)]
     return {
-        token_id: PromptLogprob(
-            logprob=finite(value), rank=rank, decoded_token=names.name(token_id)
-        )
+        token_id: {"logprob": finite(value), "rank": rank, "decoded_token": names.name(token_id)}
         for token_id, value, rank in rows
     }

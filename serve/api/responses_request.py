@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from serve.api.errors import Unsupported
 from serve.api.protocol.chat import ChatCompletionRequest, FunctionCall, Message, ToolCall
 from serve.api.protocol.responses import InputItem, ResponsesRequest
+from serve.api.unsupported import refuse_unsupported_fields
 from serve.errors import InvalidRequest
 
 _UNSUPPORTED = ("conversation", "prompt")
@@ -14,6 +15,7 @@ _UNSUPPORTED = ("conversation", "prompt")
 
 def refuse_unsupported(body: ResponsesRequest) -> None:
     """Raises InvalidRequest for what no answer could honour."""
+    refuse_unsupported_fields(body.model_extra)
     for name in _UNSUPPORTED:
         if getattr(body, name, None):
             raise Unsupported(f"{name} is not supported.", param=name)

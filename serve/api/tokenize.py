@@ -63,14 +63,14 @@ async def tokenized(body: TokenizeRequest, service: Service) -> TokenizeResponse
         tokens=ids, count=len(ids), max_model_len=service.engine.model.max_model_len
     )
     if body.return_token_strs:
-        answer.token_strs = [tokenizer.token_text(token_id) for token_id in ids]
+        answer.token_strs = await tokenizer.token_texts(ids)
     return answer
 
 
 def _check_ids(token_ids: list[int], vocab_size: int) -> None:
-    for i, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise InvalidRequest(
-                f"tokens.{i}: {token_id} is not a token id of this model (0 to {vocab_size - 1}).",
-                param=f"tokens.{i}",
-            )
+    if (wrong := max(token_ids, default=0)) >= vocab_size:
+        param = f"tokens.{token_ids.index(wrong)}"
+        raise InvalidRequest(
+            f"{param}: {wrong} is not a token id of this model (0 to {vocab_size - 1}).",
+            param=param,
+        )

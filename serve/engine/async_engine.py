@@ -19,9 +19,10 @@ from typing import Any
 
 from serve.engine.client import EngineClient
 from serve.engine.control_calls import Answer, ControlCalls, value_of
-from serve.engine.detokenizer import Detokenizer
+from serve.engine.detokenizer import Detokenizer, text_plan
 from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
+from serve.engine.prepared import Prepared
 from serve.engine.request_limits import check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
@@ -89,6 +90,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the engine. Raises ConfigError or EngineDead."""
         self.ready = await self._client.start()
+        self.tokenizer.max_model_len = self.ready.max_model_len
         end_ids = set(self._generation.eos_token_ids)
         if self.tokenizer.eos_token_id is not None:
             end_ids.add(self.tokenizer.eos_token_id)
@@ -102,36 +104,64 @@ class AsyncEngine:
         self._observer.engine_ready(self.ready, self.model)
         self._pump_task = asyncio.create_task(self._pump(), name="engine-pump")
 
+    def prepare(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        continues_prompt: bool = True,
+    ) -> Prepared:
+        """Check a request and work out what all choices of its prompt share. What can never be
+        answered is refused here (PromptTooLong, InvalidRequest, EngineDead).
+
+        `continues_prompt`: the text goes on from the prompt's (a completion); otherwise it stands
+        alone (a chat answer).
+        """
+        self._check_open()
+        resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
+        context = prompt_token_ids if continues_prompt else []
+        return Prepared(
+            prompt_token_ids,
+            resolved,
+            frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
+            text_plan(self.tokenizer.tokens, resolved, context),
+        )
+
     def generate(
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
         *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the one choice of a request by itself: `begin` of what `prepare` makes."""
+        return self.begin(self.prepare(prompt_token_ids, sampling), request_id=request_id)
+
+    def begin(
+        self,
+        prepared: Prepared,
+        *,
+        seed: int | None = None,
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         client: str = "",
         weight: float = 1.0,
-        continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream one request's output. What can never be answered is refused in this very call
-        (PromptTooLong, InvalidRequest, EngineDead); the engine hears of the request with the first
-        step of the iteration.
+        """Stream one choice's output; `seed` stands in for that of its sampling. The engine hears
+        of it with the first step of the iteration.
 
         Closing or cancelling the iteration aborts the request. `request_id` is the client's label,
-        which need not be unique. `continues_prompt`: the text goes on from the prompt's (a
-        completion); otherwise it stands alone (a chat answer). Raises EngineDead at once when the
-        engine dies.
+        which need not be unique. Raises InvalidRequest at once for a priority without effect, and
+        EngineDead, here and from the iteration, as soon as the engine dies.
         """
         self._check_open()
-        resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
-        resolved = with_seed(resolved, self._seeds)
         check_priority(priority, self.ready)
         request = AddRequest(
             f"{next(self._ids)}",
-            prompt_token_ids,
-            resolved,
+            prepared.prompt_token_ids,
+            with_seed(prepared.for_engine(seed), self._seeds),
             time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
@@ -140,12 +170,7 @@ class AsyncEngine:
             weight=weight,
             label=request_id,
         )
-        context = prompt_token_ids if continues_prompt else []
-        stream = RequestStream(
-            request,
-            Detokenizer(self.tokenizer.tokens, resolved, context),
-            frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
-        )
+        stream = RequestStream(request, Detokenizer(prepared.text), prepared.end_of_text_ids)
         return self._read(request, stream)
 
     def abort(self, labels: Collection[str]) -> None:
@@ -290,7 +315,8 @@ class AsyncEngine:
                 if name == "pin":
                     salt = args["cache_salt"] or None
                     only_prompt = SamplingParams(max_tokens=0)
-                    async for _ in self.generate(args["token_ids"], only_prompt, cache_salt=salt):
+                    prepared = self.prepare(args["token_ids"], only_prompt)
+                    async for _ in self.begin(prepared, cache_salt=salt):
                         pass
             except ServeError as error:
                 logger.warning("%s could not be repeated after the restart: %s", name, error)

@@ -15,10 +15,11 @@ Both lose the bytes that logprobs need. This takes under 1 µs a token.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from serve.engine.stop_strings import StopStrings
+from serve.engine.stop_strings import StopString, StopStrings
 from serve.engine.token_bytes import TokenBytes
 from serve.sampling_params import SamplingParams
 
@@ -37,32 +38,66 @@ class TextDelta(NamedTuple):
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextPlan:
+    """How the texts of one prompt's choices are written: worked out once, shared by them all."""
+
+    tokens: TokenBytes
+    hidden: frozenset[int]
+    at_start: bool  # the first token shown is the first of a text, and may lose its leading space
+    unfinished: bytes  # the prompt's last bytes, which may begin a character
+    stops: tuple[StopString, ...]
+    stop_tokens: Mapping[int, str]  # hidden tokens whose text is one of the stop strings
+    include_stop: bool
+    min_tokens: int
+
+
+def text_plan(
+    tokens: TokenBytes, sampling: SamplingParams, prompt_token_ids: Sequence[int] = ()
+) -> TextPlan:
+    """The plan for an output that continues these ids (a completion); without them it is a text of
+    its own (a chat answer). None of the prompt is ever shown, but a character that it left
+    unfinished is completed."""
+    hidden = tokens.special_ids if sampling.skip_special_tokens else frozenset()
+    shown = (i for i in reversed(prompt_token_ids) if i not in hidden)
+    stop_ids = {text: tokens.special_id(text) for text in sampling.stop}
+    return TextPlan(
+        tokens=tokens,
+        hidden=hidden,
+        at_start=not any(i not in hidden and tokens.knows(i) for i in prompt_token_ids),
+        unfinished=_last_bytes(tokens, shown),
+        stops=tuple(map(StopString, sampling.stop)),
+        stop_tokens={i: text for text, i in stop_ids.items() if i is not None and i in hidden},
+        include_stop=sampling.include_stop_str_in_output,
+        min_tokens=sampling.min_tokens,
+    )
+
+
+def _last_bytes(tokens: TokenBytes, ids_backwards: Iterable[int]) -> bytes:
+    """As many of a text's last bytes as one character can have, and those of their tokens."""
+    tail = b""
+    for token_id in ids_backwards:
+        tail = tokens.inside[token_id] + tail
+        if len(tail) >= MAX_UTF8_BYTES:
+            break
+    return tail
+
+
 class Detokenizer:
-    """One request's output as text.
+    """One request's output as text."""
 
-    `prompt_token_ids` are those the output continues (a completion); without them the output is a
-    text of its own (a chat answer), whose first token may lose its leading space. None of the
-    prompt is ever shown, but a character that it left unfinished is completed.
-    """
-
-    def __init__(
-        self,
-        tokens: TokenBytes,
-        sampling: SamplingParams,
-        prompt_token_ids: Sequence[int] = (),
-    ) -> None:
-        self._tokens = tokens
-        self._hidden = tokens.special_ids if sampling.skip_special_tokens else frozenset()
+    def __init__(self, plan: TextPlan) -> None:
+        self._tokens = plan.tokens
+        self._hidden = plan.hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = not any(map(self._counts, prompt_token_ids))
-        self._prompt_tail_pending = self._continue_character(prompt_token_ids)
+        self._at_start = plan.at_start
+        self._utf8.decode(plan.unfinished)
+        self._prompt_tail_pending = self._utf8.getstate()[0] != b""
         self._mid_character = self._prompt_tail_pending  # bytes may be pending
-        self._stops = (
-            StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
-            if sampling.stop
-            else None
-        )
-        self._unarmed_tokens = sampling.min_tokens  # stop strings do not count before
+        self._stops = StopStrings(plan.stops, include=plan.include_stop) if plan.stops else None
+        self._stop_tokens = plan.stop_tokens
+        self._includes_stop = plan.include_stop
+        self._unarmed_tokens = plan.min_tokens  # stop strings do not count before
 
     def push(self, token_ids: Sequence[int], *, final: bool) -> TextDelta:
         """Take the next ids; `final` when no more come, so that nothing stays pending.
@@ -74,6 +109,8 @@ class Detokenizer:
         parts: list[str] = []
         for i, token_id in enumerate(token_ids, 1):
             self._unarmed_tokens -= 1
+            if token_id in self._stop_tokens and self._unarmed_tokens < 0:
+                return self._stopped_at(token_id, parts, i)
             text = self._decode((token_id,), final and i == len(token_ids))
             scan = self._stops.scan(text, armed=self._unarmed_tokens < 0)
             parts.append(scan.text)
@@ -84,6 +121,14 @@ class Detokenizer:
             parts += [scan.text, self._stops.flush()]
             return TextDelta("".join(parts), scan.stop, len(token_ids))
         return TextDelta("".join(parts), None, len(token_ids))
+
+    def _stopped_at(self, token_id: int, parts: Sequence[str], num_tokens: int) -> TextDelta:
+        """A hidden token ends the text, which never shows the stop string that the token is."""
+        assert self._stops is not None
+        stop = self._stop_tokens[token_id]
+        tail = self._stops.scan(self._utf8_tail(), armed=False).text + self._stops.flush()
+        shown = stop if self._includes_stop else ""
+        return TextDelta("".join(parts) + tail + shown, stop, num_tokens)
 
     def _decode(self, token_ids: Sequence[int], final: bool) -> str:
         tokens, hidden = self._tokens, self._hidden
@@ -117,16 +162,3 @@ class Detokenizer:
     def _utf8_tail(self) -> str:
         """The replacement of bytes still pending; empty when the last ids were decoded as final."""
         return self._decode((), True)
-
-    def _continue_character(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Feed the prompt's last bytes if they begin a character; whether they do."""
-        tail = b""
-        for token_id in reversed(prompt_token_ids):
-            if token_id in self._hidden:
-                continue
-            tail = self._tokens.inside[token_id] + tail
-            if len(tail) >= MAX_UTF8_BYTES:
-                break
-        self._utf8.decode(tail)
-        pending, _ = self._utf8.getstate()
-        return bool(pending)

@@ -3,7 +3,9 @@
 Each stop string has a Knuth-Morris-Pratt automaton ("Fast Pattern Matching in Strings", SIAM J.
 Comput. 6, 1977): its state is the length of the longest end of the text that begins the string, so
 it is at once the match test and the amount to hold back. The cost is linear in the text, and what
-is found cannot depend on how the text was cut into pieces.
+is found cannot depend on how the text was cut into pieces. The automaton's table is worked out only
+as far as some text has matched, so that a long stop string costs nothing until then, and all texts
+that watch for the string share it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,37 @@ class Scan:
     stop: str | None
 
 
+class StopString:
+    """A stop string and what is known of its automaton; any number of texts may watch for it."""
+
+    __slots__ = ("_borders", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._borders = [0]
+
+    def border(self, length: int) -> int:
+        """Of the string's first `length` characters: the length of the longest proper beginning
+        that is also their end."""
+        while len(self._borders) < length:
+            self._extend()
+        return self._borders[length - 1]
+
+    def _extend(self) -> None:
+        text, borders = self.text, self._borders
+        char, border = text[len(borders)], borders[-1]
+        while border and char != text[border]:
+            border = borders[border - 1]
+        borders.append(border + 1 if char == text[border] else border)
+
+
 class StopStrings:
     """Watches one text for the stop string that ends first (of those, the longest).
 
     `include` lets the found string out too.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+    def __init__(self, stops: Sequence[StopString], *, include: bool) -> None:
         self._automata = [_Automaton(stop) for stop in stops]
         self._include = include
         self._held = ""
@@ -39,14 +65,14 @@ class StopStrings:
             match_end = automaton.advance(text, armed=armed)
             if match_end is None:
                 continue
-            longer = found is None or len(automaton.stop) > len(found.stop)
+            longer = found is None or len(automaton.text) > len(found.text)
             if match_end < end or (match_end == end and longer):
                 found, end = automaton, match_end
         whole = self._held + text[:end]
         if found is not None:
             self._held = ""
-            cut = len(whole) - len(found.stop)
-            return Scan(whole if self._include else whole[:cut], found.stop)
+            cut = len(whole) - len(found.text)
+            return Scan(whole if self._include else whole[:cut], found.text)
         keep = max((automaton.matched for automaton in self._automata), default=0)
         cut = len(whole) - keep
         self._held = whole[cut:]
@@ -59,18 +85,18 @@ class StopStrings:
 
 
 class _Automaton:
-    """One stop string; `matched` is how much of it the text so far ends with."""
+    """One stop string in one text; `matched` is how much of it the text so far ends with."""
 
-    __slots__ = ("_fallback", "matched", "stop")
+    __slots__ = ("_stop", "matched", "text")
 
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
+    def __init__(self, stop: StopString) -> None:
+        self.text = stop.text
         self.matched = 0
-        self._fallback = _border_lengths(stop)
+        self._stop = stop
 
     def advance(self, text: str, *, armed: bool) -> int | None:
         """The end in `text` of the first match, or None. After a match the state is void."""
-        stop, fallback, matched = self.stop, self._fallback, self.matched
+        stop, border, matched = self.text, self._stop.border, self.matched
         position, length = 0, len(text)
         while position < length:
             if matched == 0:
@@ -79,26 +105,13 @@ class _Automaton:
                     break
             char = text[position]
             while matched and char != stop[matched]:
-                matched = fallback[matched - 1]
+                matched = border(matched)
             if char == stop[matched]:
                 matched += 1
             position += 1
             if matched == len(stop):
                 if armed:
                     return position
-                matched = fallback[matched - 1]
+                matched = border(matched)
         self.matched = matched
         return None
-
-
-def _border_lengths(pattern: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its end."""
-    lengths = [0] * len(pattern)
-    length = 0
-    for i in range(1, len(pattern)):
-        while length and pattern[i] != pattern[length]:
-            length = lengths[length - 1]
-        if pattern[i] == pattern[length]:
-            length += 1
-        lengths[i] = length
-    return lengths

@@ -52,6 +52,11 @@ class TokenBytes:
         """Whether the vocabulary has this id."""
         return token_id >= 0 and self._backend.id_to_token(token_id) is not None
 
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written like this, if there is one."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def _whole_text(self, token_id: int) -> str | None:
         try:
             return self.inside[token_id].decode()

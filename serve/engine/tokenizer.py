@@ -6,33 +6,35 @@ call and transformers' wrapper do not) and changes no shared state, so that thre
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer as Backend
 
 from serve.engine.chat_messages import Message, for_template
 from serve.engine.chat_template import ChatTemplate
-from serve.engine.detokenizer import Detokenizer
+from serve.engine.detokenizer import Detokenizer, text_plan
 from serve.engine.token_bytes import TokenBytes
 from serve.engine.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from serve.errors import ConfigError, InvalidRequest
+from serve.engine.tokenizer_threads import TokenizerThreads
+from serve.errors import ConfigError, InvalidRequest, PromptTooLong
 from serve.sampling_params import SamplingParams
 
-NUM_THREADS = 2
-"""Enough that one huge prompt does not hold up the small ones."""
+MAX_CHARS_PER_TOKEN = 32
+"""Generous: prose has about 4, code 3. A text with more on average than this is refused unread."""
 TEMPLATE_TIME_LIMIT_S = 5.0
-
-T = TypeVar("T")
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template. `load` reads both from disk."""
+    """One model's tokenizer and chat template. `load` reads both from disk.
+
+    `max_model_len`, once it is known, bounds the texts that are encoded: see `check_length`.
+    """
+
+    max_model_len: int | None = None
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Tokenizer:
         self._special_tokens = dict(files.special_tokens)
         self._templates = {name: _compile(text) for name, text in files.templates.items()}
         self._template_time_limit_s = template_time_limit_s
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._threads = TokenizerThreads()
         self.tokens = TokenBytes(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_id: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -67,7 +69,7 @@ class Tokenizer:
 
     def close(self) -> None:
         """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     @property
     def has_chat_template(self) -> bool:
@@ -76,12 +78,29 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. Special tokens written out in it count as such; one that begins with the
-        BOS keeps a single one."""
-        return await self._in_thread(lambda: self.encode_now(text, add_special_tokens))
+        BOS keeps a single one. Raises PromptTooLong before any time is spent on it."""
+        (token_ids,) = await self.encode_all([text], add_special_tokens)
+        return token_ids
+
+    async def encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of each text; together they count as one long text, however short each is."""
+        for text in texts:
+            self.check_length(text, "prompt")
+        return await self._threads.run(
+            lambda: [self.encode_now(text, add_special_tokens) for text in texts], texts
+        )
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; the same as a stream of them would give."""
-        return await self._in_thread(lambda: self.decode_now(token_ids, skip_special_tokens))
+        return await self._threads.run(
+            lambda: self.decode_now(token_ids, skip_special_tokens), token_ids
+        )
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """`token_text` of each."""
+        return await self._threads.run(lambda: [*map(self.token_text, token_ids)], token_ids)
 
     async def apply_chat_template(
         self,
@@ -114,9 +133,22 @@ class Tokenizer:
             template = self._template(chat_template, has_tools=bool(tools))
             plain = for_template(messages, template)
             render = self._render_open if continue_final_message else self._render
-            return self.encode_now(render(template, plain, variables), add_special_tokens=False)
+            text = render(template, plain, variables)
+            self.check_length(text, "messages")
+            return self.encode_now(text, add_special_tokens=False)
 
-        return await self._in_thread(work)
+        return await self._threads.run(work, messages, variables)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises PromptTooLong for a text that could not fit into the context."""
+        limit = self.max_model_len
+        if limit is not None and len(text) > limit * MAX_CHARS_PER_TOKEN:
+            raise PromptTooLong(
+                f"The text has {len(text)} characters; this model accepts {limit} tokens, "
+                f"completion included, and no text of more than {limit * MAX_CHARS_PER_TOKEN} "
+                "characters is read. Shorten it.",
+                param=param,
+            )
 
     def encode_now(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode` on the caller's own thread."""
@@ -135,7 +167,8 @@ class Tokenizer:
     def decode_now(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """`decode` on the caller's own thread."""
         sampling = SamplingParams(skip_special_tokens=skip_special_tokens)
-        return Detokenizer(self.tokens, sampling).push(token_ids, final=True).text
+        plan = text_plan(self.tokens, sampling)
+        return Detokenizer(plan).push(token_ids, final=True).text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds within a text; b"" for an unknown id."""
@@ -192,9 +225,6 @@ class Tokenizer:
                 param="continue_final_message",
             )
         return before
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)

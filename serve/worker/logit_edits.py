@@ -6,7 +6,7 @@ vocabulary are ignored: they can neither be generated nor reach into another row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.base import SamplingKernels
-from serve.sampling_params import SamplingParams
+from serve.worker.listed_tokens import ANY_TOKEN, Ids, ListedTokens
 from serve.worker.sampling_columns import (
     PENALTIES,
     Rows,
@@ -26,8 +26,6 @@ from serve.worker.uploads import Uploads
 
 BANNED = torch.finfo(torch.float32).min
 """Finite, so that a banned token still beats tokens that are not allowed at all (-inf)."""
-
-_ANY_TOKEN = -1
 
 
 class LogitEditor:
@@ -68,50 +66,45 @@ class LogitEditor:
             self._ban_stops(logits, where, rows[where])
 
     def _keep_allowed(self, logits: Tensor, where: Rows, rows: Rows) -> None:
-        index = self._token_index(where, rows, lambda params: params.allowed_token_ids)
-        kept = logits[index]
-        logits[self._send(where)] = -torch.inf
-        logits[index] = kept
+        lists = self._listed(rows)
+        few = np.array([each.allowed is not None for each in lists])
+        forbidden = self._index(where, [each.forbidden for each in lists])
+        if forbidden is not None:
+            logits.index_put_(forbidden, _scalar(-torch.inf, logits))
+        if few.any():
+            index = self._index(where[few], [e.allowed for e in lists if e.allowed is not None])
+            kept = None if index is None else logits[index]
+            logits.index_fill_(0, self._send(where[few]), -torch.inf)
+            if index is not None and kept is not None:
+                logits.index_put_(index, kept)
 
     def _add_bias(self, logits: Tensor, where: Rows, rows: Rows) -> None:
-        index = self._token_index(where, rows, lambda params: params.logit_bias)
-        biases = [
-            bias
-            for row in rows.tolist()
-            for token, bias in self._columns.params[row].logit_bias.items()
-            if 0 <= token < self._columns.vocab_size
-        ]
-        values = self._send(np.array(biases, dtype=np.float32))
-        logits.index_put_(index, values, accumulate=True)
+        lists = self._listed(rows)
+        index = self._index(where, [each.biased for each in lists])
+        if index is not None:
+            values = self._send(np.concatenate([each.biases for each in lists]))
+            logits.index_put_(index, values, accumulate=True)
 
     def _ban_stops(self, logits: Tensor, where: Rows, rows: Rows) -> None:
-        index = self._token_index(where, rows, lambda params: params.stop_token_ids)
-        logits.index_put_(index, logits.new_tensor(BANNED))
+        index = self._index(where, [each.stops for each in self._listed(rows)])
+        if index is not None:
+            logits.index_put_(index, _scalar(BANNED, logits))
 
     def _ban_bad_words(self, logits: Tensor, where: Rows, rows: Rows) -> None:
         """Ban each word's last token where the tokens before it have just been written."""
-        words = [
-            (place, row, word)
-            for place, row in zip(where.tolist(), rows.tolist(), strict=True)
-            for word in self._columns.params[row].bad_words_token_ids
-            if word and 0 <= word[-1] < self._columns.vocab_size
-        ]
-        if not words:
+        lists = self._listed(rows)
+        index = self._index(where, [each.word_ends for each in lists])
+        if index is None:
             return
-        recent = self._last_tokens.of(np.array([row for _, row, _ in words], dtype=np.int64))
-        width = recent.shape[1]
-        starts = np.array(
-            [[_ANY_TOKEN] * (width - len(word) + 1) + list(word[:-1]) for _, _, word in words],
-            dtype=np.int64,
-        ).reshape(len(words), width)
+        counts = [len(each.word_ends) for each in lists]
+        recent = self._last_tokens.of(np.repeat(rows, counts))
+        starts = np.full((sum(counts), recent.shape[1]), ANY_TOKEN, dtype=np.int64)
+        for end, each in zip(np.cumsum(counts).tolist(), lists, strict=True):
+            num_words, width = each.word_starts.shape
+            starts[end - num_words : end, recent.shape[1] - width :] = each.word_starts
         wanted = self._send(starts)
-        written = ((recent == wanted) | (wanted == _ANY_TOKEN)).all(dim=1)
-        index = (
-            self._send(np.array([place for place, _, _ in words], dtype=np.int64)),
-            self._send(np.array([word[-1] for _, _, word in words], dtype=np.int64)),
-        )
-        bans = torch.where(written, BANNED, 0.0)
-        logits.index_put_(index, bans, accumulate=True)
+        written = ((recent == wanted) | (wanted == ANY_TOKEN)).all(dim=1)
+        logits.index_put_(index, written.to(logits.dtype).mul_(BANNED), accumulate=True)
 
     def _penalize(self, logits: Tensor, where: Rows, rows: Rows) -> None:
         """OpenAI's presence and frequency penalties on generated tokens, and the repetition
@@ -130,29 +123,22 @@ class LogitEditor:
         edited -= frequency * generated + presence * (generated > 0)
         logits[places] = edited
 
-    def _token_index(
-        self, where: Rows, rows: Rows, ids_of: Callable[[SamplingParams], Iterable[int]]
-    ) -> tuple[Tensor, Tensor]:
-        """(row of the batch, token id) of every token that `ids_of` lists for these rows."""
-        places: list[int] = []
-        tokens: list[int] = []
-        for place, row in zip(where.tolist(), rows.tolist(), strict=True):
-            listed = [t for t in ids_of(self._columns.params[row]) if self._is_token(t)]
-            places += [place] * len(listed)
-            tokens += listed
-        return (
-            self._send(np.array(places, dtype=np.int64)),
-            self._send(np.array(tokens, dtype=np.int64)),
-        )
+    def _listed(self, rows: Rows) -> list[ListedTokens]:
+        return [self._columns.listed[row] for row in rows.tolist()]
 
-    def _is_token(self, token_id: int) -> bool:
-        return 0 <= token_id < self._columns.vocab_size
+    def _index(self, where: Rows, lists: Sequence[Ids]) -> tuple[Tensor, Tensor] | None:
+        """(row of the batch, token id) of every token of the rows' lists; None if there is none."""
+        tokens = np.concatenate(lists)
+        if not tokens.size:
+            return None
+        places = np.repeat(where, [len(ids) for ids in lists])
+        return self._send(places), self._send(tokens)
 
     def _send(self, array: npt.NDArray[np.generic]) -> Tensor:
         (sent,) = self._uploads.send(array)
         return sent
 
 
-def longest_start(words: Sequence[Sequence[int]]) -> int:
-    """Tokens that must be remembered to recognise any of these bad words before its last token."""
-    return max((len(word) - 1 for word in words), default=0)
+def _scalar(value: float, like: Tensor) -> Tensor:
+    """Made on the device: a copy from the host would wait there for the whole step."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serve.scheduler.output import RowData
 from serve.worker.device import Device
-from serve.worker.logit_edits import longest_start
+from serve.worker.listed_tokens import longest_start
 from serve.worker.sampling_columns import Rows, SamplingColumns, Wish
 from serve.worker.token_memory import LastTokens, TokenCounts
 

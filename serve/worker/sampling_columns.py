@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.sampling_params import SamplingParams
+from serve.worker.listed_tokens import listed_tokens
 
 Rows = npt.NDArray[np.int64]
 
@@ -35,6 +36,7 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(7)
 
 PENALTIES = slice(PRESENCE, REPETITION + 1)
 
+_LISTS = Wish.ALLOWED | Wish.BAD_WORDS | Wish.BIAS | Wish.MIN_TOKENS
 _NO_TOP_P = 2.0  # above 1, where rounding of a running sum could still cut the last tokens
 
 
@@ -49,13 +51,17 @@ class SamplingColumns:
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.params = [SamplingParams()] * num_rows
+        nothing = listed_tokens(SamplingParams(), vocab_size)
+        self.listed = [nothing] * num_rows  # of rows that wish for what lists tokens
 
     def admit(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Write a request's wishes into its row."""
         top_k = sampling.top_k if 0 < sampling.top_k < self.vocab_size else self.vocab_size
         top_p = sampling.top_p if sampling.top_p < 1.0 else _NO_TOP_P
         self.params[row] = sampling
-        self.wishes[row] = _wishes(sampling, self.vocab_size)
+        self.wishes[row] = wishes = _wishes(sampling, self.vocab_size)
+        if wishes & _LISTS:
+            self.listed[row] = listed_tokens(sampling, self.vocab_size)
         self.numbers[row] = (
             0.0 if sampling.greedy else sampling.temperature,
             top_k,

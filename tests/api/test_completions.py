@@ -220,7 +220,7 @@ def test_tok_03_an_empty_stop_string_is_refused(http: httpx.Client, stop: Any) -
     assert response.json()["error"]["param"] == "stop"
 
 
-@pytest.mark.parametrize("stop", [[], None, list("QVXYZ"), "x" * 10_240])
+@pytest.mark.parametrize("stop", [[], None, list("QVXYZ"), "x" * 1024])
 def test_tok_03_none_many_and_long_stop_strings_are_fine(http: httpx.Client, stop: Any) -> None:
     assert texts(complete(http, stop=stop, max_tokens=100)) == [ANSWER]
 

@@ -43,23 +43,25 @@ class FakeEngine:
     ready: EngineReady = READY
     refuses: Exception | None = None
 
-    def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        cache_salt: str | None = None,
-        request_id: str | None = None,
-        continues_prompt: bool = True,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def prepare(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, *, continues_prompt: bool
+    ) -> tuple[list[int], SamplingParams]:
         if self.refuses is not None:
             raise self.refuses
+        return prompt_token_ids, sampling
+
+    def begin(
+        self,
+        prepared: tuple[list[int], SamplingParams],
+        *,
+        seed: int | None = None,
+        request_id: str | None = None,
+        **_: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        prompt_token_ids, sampling = prepared
+        own = sampling if seed is None else replace(sampling, seed=seed)
         script = self.scripts[len(self.requests)]
-        self.requests.append((prompt_token_ids, sampling, request_id))
+        self.requests.append((prompt_token_ids, own, request_id))
         return self._run(script)
 
     async def _run(

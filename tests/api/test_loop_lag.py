@@ -36,7 +36,7 @@ def test_the_loop_turns_while_a_megabyte_is_tokenized(path: str) -> None:
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": LONG_TEXT}]
         del body["prompt"]
-    with running_server() as server:
+    with running_server(max_model_len=2**15) as server:
         pulse, took = watched(server, path, json.dumps(body).encode())
 
     # Tokenizing at once on the loop would be one gap of nearly the whole time.

@@ -129,7 +129,7 @@ def test_what_one_request_may_need_is_never_pinned() -> None:
         ({}, "messages"),
         ({"prompt": "a", "token_ids": [1]}, "token_ids"),
         ({"prompt": "abc"}, None),  # not a full block
-        ({"token_ids": [10**12] * 8}, "prompt"),
+        ({"token_ids": [10**12] * 8}, "token_ids.0"),
         ({"token_ids": [-1] * 8}, "token_ids.0"),
         ({"prompt": "x" * 500}, "prompt"),  # more than the context
         ({"prompt": "long enough", "ttl": 0}, "ttl"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from serve.engine.detokenizer import Detokenizer
+from serve.engine.detokenizer import Detokenizer, text_plan
 from serve.engine.token_bytes import TokenBytes
 from serve.sampling_params import SamplingParams
 from tests.engine.tiny_tokenizers import KINDS, byte_level, sentencepiece
@@ -45,7 +45,7 @@ def stream(
     **sampling: Any,
 ) -> str:
     """All the text, pushed in groups of the sizes in `cuts`, over and over."""
-    detokenizer = Detokenizer(tokens, SamplingParams(**sampling), prompt or [])
+    detokenizer = Detokenizer(text_plan(tokens, SamplingParams(**sampling), prompt or []))
     out, rest, turn = "", token_ids, 0
     while rest:
         size = cuts[turn % len(cuts)]
@@ -122,20 +122,20 @@ def test_str_06_an_incomplete_tail_gives_one_replacement(
 ) -> None:
     of_byte = {tokens.inside[i]: i for i in range(NUM_BYTE_TOKENS + 3)}
     tail = [of_byte[bytes([byte])] for byte in "😀".encode()[:num_bytes]]
-    detokenizer = Detokenizer(tokens, SamplingParams())
+    detokenizer = Detokenizer(text_plan(tokens, SamplingParams()))
     assert detokenizer.push(tail, final=False).text == ""
     assert detokenizer.push([], final=True).text == "\ufffd"
 
 
 def test_str_06_a_token_with_a_space_decides_the_pending_bytes_and_loses_nothing() -> None:
     first_of_three = byte_ids("€")[:1]
-    detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams())
+    detokenizer = Detokenizer(text_plan(BYTE_LEVEL, SamplingParams()))
     assert detokenizer.push(first_of_three, final=False).text == ""
     assert detokenizer.push(byte_ids(" w"), final=False).text == "\ufffd w"
 
 
 def test_text_is_held_until_its_character_is_whole() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams())
+    detokenizer = Detokenizer(text_plan(BYTE_LEVEL, SamplingParams()))
     texts = [detokenizer.push([token_id], final=False).text for token_id in byte_ids("a€b")]
     assert texts == ["a", "", "", "€", "b"]
 
@@ -156,7 +156,7 @@ def test_streamed_text_stops_before_the_first_stop_string(
 
 
 def test_a_stop_string_reports_how_many_tokens_it_took() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams(stop=("b c",)))
+    detokenizer = Detokenizer(text_plan(BYTE_LEVEL, SamplingParams(stop=("b c",))))
     delta = detokenizer.push(byte_ids("a b c d"), final=False)
     assert (delta.text, delta.stopped_by, delta.num_tokens) == ("a ", "b c", 5)
 
@@ -171,6 +171,6 @@ def test_stop_strings_do_not_count_within_min_tokens() -> None:
 
 
 def test_a_stop_string_may_end_in_the_flushed_tail() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams(stop=("x\ufffd",)))
+    detokenizer = Detokenizer(text_plan(BYTE_LEVEL, SamplingParams(stop=("x\ufffd",))))
     delta = detokenizer.push([*byte_ids("ax"), *byte_ids("€")[:1]], final=True)
     assert (delta.text, delta.stopped_by) == ("a", "x\ufffd")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.stop_strings import StopStrings
+from serve.engine.stop_strings import StopString, StopStrings
 
 TEXT = st.text("ab.", max_size=24)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -21,8 +21,12 @@ def by_the_obvious_method(text: str, stops: list[str], include: bool) -> tuple[s
     return text, None
 
 
+def watch(*stops: str, include: bool = False) -> StopStrings:
+    return StopStrings([StopString(stop) for stop in stops], include=include)
+
+
 def scan_in_pieces(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
-    scanner = StopStrings(stops, include=include)
+    scanner = watch(*stops, include=include)
     out = ""
     for piece in pieces:
         scan = scanner.scan(piece)
@@ -42,7 +46,7 @@ def test_pieces_end_where_the_whole_text_does(
 
 @given(TEXT, STOPS)
 def test_only_what_could_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    scan = StopStrings(stops, include=False).scan(text)
+    scan = watch(*stops).scan(text)
     if scan.stop is None:
         held = text[len(scan.text) :]
         longest = max(
@@ -52,7 +56,7 @@ def test_only_what_could_begin_a_stop_string_is_held_back(text: str, stops: list
 
 
 def test_a_stop_string_across_pieces_never_shows() -> None:
-    scanner = StopStrings(["</end>"], include=False)
+    scanner = watch("</end>")
     assert scanner.scan("so </e").text == "so "
     assert scanner.scan("nd").text == ""
     scan = scanner.scan("> more")
@@ -60,13 +64,13 @@ def test_a_stop_string_across_pieces_never_shows() -> None:
 
 
 def test_what_only_looked_like_a_stop_string_comes_out() -> None:
-    scanner = StopStrings(["</end>"], include=False)
+    scanner = watch("</end>")
     assert scanner.scan("a </en").text + scanner.scan("try>").text == "a </entry>"
     assert scanner.scan("</e").text + scanner.flush() == "</e"
 
 
 def test_a_match_in_an_unarmed_piece_does_not_count_but_its_end_may_begin_one() -> None:
-    scanner = StopStrings(["aa"], include=False)
+    scanner = watch("aa")
     unarmed = scanner.scan("aa", armed=False)
     assert (unarmed.text, unarmed.stop) == ("a", None)
     scan = scanner.scan("a.")
@@ -74,6 +78,6 @@ def test_a_match_in_an_unarmed_piece_does_not_count_but_its_end_may_begin_one() 
 
 
 def test_tok_03_a_stop_string_of_ten_kilobytes_costs_linear_time() -> None:
-    scanner = StopStrings(["a" * 10_000 + "b"], include=False)
+    scanner = watch("a" * 10_000 + "b")
     out = "".join(scanner.scan("a" * 1000).text for _ in range(40))
     assert out + scanner.flush() == "a" * 40_000

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from serve.sampling_params import SamplingParams
-from serve.worker.logit_edits import LogitEditor, longest_start
+from serve.worker.listed_tokens import longest_start
+from serve.worker.logit_edits import BANNED, LogitEditor
 from tests.worker.harness import Asked, cpu, make_rows, row_data, sample
 
 VOCAB = 12
@@ -27,6 +30,17 @@ def edited(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
     positions = np.array([len(a.prompt) + len(a.generated) for a in asked])
     editor.apply(result, numbers, positions)
     return result
+
+
+EVERYTHING: dict[str, Any] = {
+    "allowed_token_ids": (2, 5, 11),
+    "logit_bias": {2: 1.5, 11: -3.0},
+    "bad_words_token_ids": ((5,), (4, 2)),
+    "stop_token_ids": (11,),
+    "min_tokens": 3,
+    "max_tokens": 9,
+    "presence_penalty": 0.5,
+}
 
 
 def greedy(**wishes: object) -> SamplingParams:
@@ -109,6 +123,46 @@ def test_everything_but_the_allowed_tokens_is_out() -> None:
     after = edited(LOGITS, [Asked(greedy(allowed_token_ids=(2, 5, 99)))])
     assert after[0].isfinite().nonzero().flatten().tolist() == [2, 5]
     assert torch.equal(after[0, [2, 5]], LOGITS[0, [2, 5]])
+
+
+@pytest.mark.parametrize("allowed", [(2,), (99,), tuple(range(1, VOCAB)), tuple(range(VOCAB))])
+def test_sec_47_few_or_nearly_all_or_no_known_tokens_may_be_allowed(
+    allowed: tuple[int, ...],
+) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    asked = [Asked(greedy(allowed_token_ids=ids)) for ids in (allowed, (3, 4))]
+    expected = logits.clone()
+    expected[0, [t for t in range(VOCAB) if t not in allowed]] = -torch.inf
+    expected[1, [t for t in range(VOCAB) if t not in (3, 4)]] = -torch.inf
+    assert torch.equal(edited(logits, [*asked, Asked(greedy())]), expected)
+
+
+class NoCopiesFromTheHost(TorchDispatchMode):
+    """Stands for a GPU on which making a tensor of a host value waits for the whole step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        fresh = name in ("lift_fresh", "lift_fresh_copy") and args[0].dim() == 0
+        assert not fresh, func
+        assert name not in ("scalar_tensor", "_local_scalar_dense"), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_sec_47_a_step_reads_no_list_and_copies_no_value_from_the_host() -> None:
+    rows = make_rows(VOCAB)
+    rows.admit(row_data("0", Asked(greedy(**EVERYTHING), generated=[4])))
+    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu().uploads(0))
+    rows.columns.params = []  # the lists are arrays since admission
+    result = LOGITS.clone()
+
+    with NoCopiesFromTheHost():
+        editor.apply(result, rows.rows_of(["0"]), np.array([2]))
+
+    expected = torch.full_like(LOGITS, -torch.inf)
+    expected[0, [2, 5, 11]] = BANNED  # within BANNED nothing else shows
+    assert torch.equal(result, expected)
+    with pytest.raises(AssertionError, match="lift_fresh"), NoCopiesFromTheHost():
+        result[torch.tensor([0])] = -torch.inf
 
 
 @pytest.mark.parametrize(

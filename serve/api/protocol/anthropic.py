@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from serve.api.protocol.common import Finite, Listed, RequestModel, ResponseModel, Whole
+from serve.api.protocol.bounds import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    CallId,
+    JsonObject,
+    Listed,
+    Metadata,
+    Name,
+    StopStrings,
+    Tools,
+)
+from serve.api.protocol.common import Finite, RequestModel, ResponseModel, Whole
 
 
 class CacheControl(RequestModel):
@@ -19,44 +30,47 @@ class CacheControl(RequestModel):
 class InputBlock(RequestModel):
     """A block of a message: text, a tool's use, or its result."""
 
-    type: str
+    type: Name
     text: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[dict[str, Any]] | None = None
+    id: CallId | None = None
+    name: Name | None = None
+    input: JsonObject | None = None
+    tool_use_id: CallId | None = None
+    content: str | Annotated[Listed[JsonObject], Field(max_length=MAX_PARTS)] | None = None
     cache_control: CacheControl | None = None
+
+
+InputBlocks = Annotated[Listed[InputBlock], Field(max_length=MAX_PARTS)]
 
 
 class InputMessage(RequestModel):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Listed[InputBlock]
+    content: str | InputBlocks
 
 
 class CountTokensRequest(RequestModel):
     """A conversation."""
 
-    model: str | None = None
-    messages: Annotated[Listed[InputMessage], Field(min_length=1, max_length=8192)]
-    system: str | Listed[InputBlock] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    model: Name | None = None
+    messages: Annotated[Listed[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | InputBlocks | None = None
+    tools: Tools | None = None
+    tool_choice: JsonObject | None = None
+    thinking: JsonObject | None = None
 
 
 class MessagesRequest(CountTokensRequest):
     """A conversation to continue, and how."""
 
     max_tokens: Whole
-    stop_sequences: Annotated[Listed[str], Field(max_length=64)] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     temperature: Finite | None = None
     top_p: Finite | None = None
     top_k: Whole | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
 
 class TextBlock(ResponseModel):

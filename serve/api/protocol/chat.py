@@ -6,10 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from serve.api.protocol.bounds import (
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TEMPLATE_CHARS,
+    MAX_TOOL_CALLS,
+    CallId,
+    JsonObject,
+    Listed,
+    Name,
+    Tools,
+)
 from serve.api.protocol.common import (
     FinishedBy,
     GenerationRequest,
-    Listed,
     PromptLogprobs,
     RequestMetrics,
     RequestModel,
@@ -24,22 +35,25 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class ContentPart(RequestModel):
     """One part of a message; only text parts are understood."""
 
-    type: str
+    type: Name
     text: str | None = None
+
+
+ContentParts = Annotated[Listed[ContentPart], Field(max_length=MAX_PARTS)]
 
 
 class FunctionCall(RequestModel):
     """The function an earlier answer called; `arguments` is JSON in a string, as it was sent."""
 
-    name: str
-    arguments: str | dict[str, Any] | None = None
+    name: Name
+    arguments: str | JsonObject | None = None
 
 
 class ToolCall(RequestModel):
     """A call in an assistant message of the history."""
 
-    id: str | None = None
-    type: str | None = None
+    id: CallId | None = None
+    type: Name | None = None
     function: FunctionCall
 
 
@@ -47,13 +61,13 @@ class Message(RequestModel):
     """One turn. Further keys reach the chat template as they are."""
 
     role: Role
-    content: str | Listed[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Listed[ToolCall] | None = None
-    tool_call_id: str | None = None
+    content: str | ContentParts | None = None
+    name: Name | None = None
+    tool_calls: Annotated[Listed[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: CallId | None = None
 
 
-Messages = Annotated[Listed[Message], Field(min_length=1, max_length=8192)]
+Messages = Annotated[Listed[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TemplateFields(RequestModel):
@@ -61,12 +75,12 @@ class TemplateFields(RequestModel):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    documents: Listed[dict[str, Any]] | None = None
-    tools: Listed[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    reasoning_effort: Name | None = None
+    documents: Annotated[Listed[JsonObject], Field(max_length=MAX_DOCUMENTS)] | None = None
+    tools: Tools | None = None
+    tool_choice: Name | JsonObject | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, TemplateFields):

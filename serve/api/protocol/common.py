@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from serve.api.protocol.bounds import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_STOP_TOKENS,
+    BadWords,
+    Listed,
+    Name,
+    StopString,
+    StopStrings,
+)
 
 
 def _whole(value: Any) -> Any:
@@ -12,22 +24,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63), BeforeValidator(_whole)]
 """An integer of at most 64 bits; never a boolean, never text."""
+NumChoices = Annotated[int, Field(ge=-(2**63), le=MAX_CHOICES), BeforeValidator(_whole)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-T = TypeVar("T")
-Listed = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first bad item ends the validation: a body may hold a million of them."""
-
-MAX_BIASES = 4096
-
-
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"takes at most {MAX_BIASES} entries")
-    return value
 
 
 class RequestModel(BaseModel):
@@ -64,11 +65,11 @@ class RepetitionWish(RequestModel):
 class GenerationRequest(RequestModel):
     """The fields of both endpoints. Names and meaning are OpenAI's, the others vLLM's."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: Whole | None = None
-    n: Whole | None = None
+    n: NumChoices | None = None
     max_tokens: Whole | None = None
     min_tokens: Whole | None = None
     temperature: Finite | None = None
@@ -79,15 +80,17 @@ class GenerationRequest(RequestModel):
     frequency_penalty: Finite | None = None
     repetition_penalty: Finite | None = None
     seed: Whole | None = None
-    stop: str | Annotated[Listed[str], Field(max_length=64)] | None = None
-    stop_token_ids: Listed[TokenId] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: Annotated[dict[str, Finite], BeforeValidator(_few)] | None = None
-    allowed_token_ids: Listed[TokenId] | None = None
-    bad_words: Annotated[Listed[str], Field(max_length=256)] | None = None
+    logit_bias: Annotated[dict[str, Finite], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[Listed[TokenId], Field(max_length=MAX_ALLOWED_TOKENS)] | None = (
+        None
+    )
+    bad_words: BadWords | None = None
     prompt_logprobs: Whole | None = None
     truncate_prompt_tokens: Whole | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -99,9 +102,9 @@ class GenerationRequest(RequestModel):
     repetition_detection: RepetitionWish | None = None
     priority: Whole | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
-    user: str | None = None
+    user: Name | None = None
 
 
 class PromptTokensDetails(ResponseModel):

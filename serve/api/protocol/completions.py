@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from serve.api.protocol.bounds import MAX_PROMPTS, MAX_TOKEN_IDS
 from serve.api.protocol.common import (
     FinishedBy,
     GenerationRequest,
@@ -15,8 +16,6 @@ from serve.api.protocol.common import (
     Usage,
     Whole,
 )
-
-MAX_PROMPTS = 1024
 
 Prompt = str | list[int]
 
@@ -28,13 +27,21 @@ def _read_prompts(value: Any) -> list[Prompt]:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text, a list of texts, token ids, or a list of token-id lists")
     if _is_ids(value):
+        _check_count(value, "the list")
         return [value]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"takes at most {MAX_PROMPTS} prompts, not {len(value)}")
     for index, item in enumerate(value):
         if not isinstance(item, str) and not (isinstance(item, list) and item and _is_ids(item)):
             raise ValueError(f"item {index} must be a text or a list of token ids (0 or more)")
+        if not isinstance(item, str):
+            _check_count(item, f"item {index}")
     return value
+
+
+def _check_count(ids: list[int], which: str) -> None:
+    if len(ids) > MAX_TOKEN_IDS:
+        raise ValueError(f"{which} has {len(ids)} token ids; {MAX_TOKEN_IDS} are the most")
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -43,14 +50,20 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 _ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": _ID_SCHEMA}
+_IDS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_TOKEN_IDS,
+    "items": _ID_SCHEMA,
+}
+_LIST_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
 _PROMPT_SCHEMA = {
     "title": "Prompt",
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        {**_LIST_SCHEMA, "items": {"type": "string"}},
         _IDS_SCHEMA,
-        {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
+        {**_LIST_SCHEMA, "items": _IDS_SCHEMA},
     ],
 }
 Prompts = Annotated[

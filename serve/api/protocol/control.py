@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from serve.api.protocol.common import Listed, RequestModel, ResponseModel
+from serve.api.protocol.bounds import MAX_REQUEST_IDS, Listed, Name
+from serve.api.protocol.common import RequestModel, ResponseModel
 
 
 class AbortRequest(RequestModel):
     """Ids of answers, or the ids that their requests brought."""
 
-    request_ids: Annotated[Listed[str], Field(min_length=1, max_length=1024)]
+    request_ids: Annotated[Listed[Name], Field(min_length=1, max_length=MAX_REQUEST_IDS)]
 
 
 class Aborted(ResponseModel):

@@ -6,20 +6,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from serve.api.protocol.chat import Message, TemplateFields
-from serve.api.protocol.common import Finite, Listed, ResponseModel
+from serve.api.protocol.bounds import MAX_TOKEN_IDS, Listed, Name
+from serve.api.protocol.chat import Messages, TemplateFields
+from serve.api.protocol.common import Finite, ResponseModel, TokenId
 
 
 class PinRequest(TemplateFields):
     """What to keep: the beginning of a conversation, a text or token ids; one of the three."""
 
-    model: str | None = None
-    messages: Annotated[Listed[Message], Field(min_length=1, max_length=8192)] | None = None
+    model: Name | None = None
+    messages: Messages | None = None
     prompt: str | None = None
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    cache_salt: str | None = None
+    token_ids: Annotated[Listed[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)] | None = (
+        None
+    )
+    cache_salt: Name | None = None
     ttl: Annotated[Finite, Field(gt=0)] | None = None  # seconds; without it, until it is unpinned
-    user: str | None = None
+    user: Name | None = None
 
 
 class PinnedPrefix(ResponseModel):

@@ -6,51 +6,61 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from serve.api.protocol.chat import ContentPart
-from serve.api.protocol.common import Finite, Listed, RequestModel, ResponseModel, Whole
+from serve.api.protocol.bounds import (
+    MAX_INCLUDED,
+    MAX_MESSAGES,
+    CallId,
+    JsonObject,
+    Listed,
+    Metadata,
+    Name,
+    Tools,
+)
+from serve.api.protocol.chat import ContentParts
+from serve.api.protocol.common import Finite, RequestModel, ResponseModel, Whole
 
 
 class InputItem(RequestModel):
     """A message (the default type), an earlier call of a function, or a function's output."""
 
-    type: str | None = None
+    type: Name | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Listed[ContentPart] | None = None
-    call_id: str | None = None
-    name: str | None = None
+    content: str | ContentParts | None = None
+    call_id: CallId | None = None
+    name: Name | None = None
     arguments: str | None = None
-    output: str | Listed[ContentPart] | None = None
+    output: str | ContentParts | None = None
 
 
 class Reasoning(RequestModel):
     """How much to think, for templates that know it."""
 
-    effort: str | None = None
+    effort: Name | None = None
 
 
 class ResponsesRequest(RequestModel):
     """What to answer, and how."""
 
-    model: str | None = None
-    input: str | Annotated[Listed[InputItem], Field(min_length=1, max_length=8192)]
+    model: Name | None = None
+    input: str | Annotated[Listed[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Whole | None = None
     temperature: Finite | None = None
     top_p: Finite | None = None
     top_logprobs: Whole | None = None
-    include: Listed[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    include: Annotated[Listed[Name], Field(max_length=MAX_INCLUDED)] | None = None
+    tools: Tools | None = None
+    tool_choice: Name | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
+    text: JsonObject | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
+    metadata: Metadata | None = None
+    user: Name | None = None
 
 
 class OutputText(ResponseModel):

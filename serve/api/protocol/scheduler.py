@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
-from serve.api.protocol.common import Finite, RequestModel, ResponseModel, Whole
+from serve.api.protocol.common import Finite, RequestModel, ResponseModel
+
+Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class SchedulerSettings(RequestModel):
@@ -16,8 +18,8 @@ class SchedulerSettings(RequestModel):
     they are. The engine knows the bounds of each, and refuses whatever is none of these.
     """
 
-    max_num_seqs: Whole | None = None
-    max_num_batched_tokens: Whole | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
     target_itl_ms: Finite | None = None
     preemption_mode: Literal["recompute", "swap", "auto"] | None = None
     preemption_victim: (
@@ -28,11 +30,11 @@ class SchedulerSettings(RequestModel):
     priority_aging_time: Finite | None = None
     step_order: Literal["decode-first", "prefill-first"] | None = None
     scheduler_delay_factor: Finite | None = None
-    long_prefill_token_threshold: Whole | None = None
-    max_num_partial_prefills: Whole | None = None
-    max_long_partial_prefills: Whole | None = None
-    max_num_queued_reqs: Whole | None = None
-    max_num_queued_tokens: Whole | None = None
+    long_prefill_token_threshold: Count | None = None
+    max_num_partial_prefills: Count | None = None
+    max_long_partial_prefills: Count | None = None
+    max_num_queued_reqs: Count | None = None
+    max_num_queued_tokens: Count | None = None
 
 
 class SchedulerState(ResponseModel):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
+from serve.api.protocol.bounds import MAX_TOKEN_IDS, Listed, Name
 from serve.api.protocol.chat import Messages, TemplateFields
-from serve.api.protocol.common import Listed, RequestModel, ResponseModel, TokenId
+from serve.api.protocol.common import RequestModel, ResponseModel, TokenId
 
 
 class TokenizeRequest(TemplateFields):
     """A text (`prompt`) or a conversation (`messages`) to turn into token ids: one of the two."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -28,8 +33,8 @@ class TokenizeResponse(ResponseModel):
 class DetokenizeRequest(RequestModel):
     """Ids to turn into text."""
 
-    model: str | None = None
-    tokens: Listed[TokenId]
+    model: Name | None = None
+    tokens: Annotated[Listed[TokenId], Field(max_length=MAX_TOKEN_IDS)]
     skip_special_tokens: bool | None = None
 
 
