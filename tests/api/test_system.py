@@ -108,7 +108,7 @@ def test_an_unforeseen_error_is_answered_with_the_headers_of_any_answer(
     def fails(*_: object, **__: object) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(server.engine, "generate", fails)
+    monkeypatch.setattr(server.engine, "begin", fails)
     headers = {"x-request-id": "mine", "origin": "http://elsewhere"}
     response = http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
 

@@ -13,6 +13,7 @@ from serve.api.protocol.bounds import (
     JsonObject,
     Listed,
     Metadata,
+    ModelName,
     Name,
     StopStrings,
     Tools,
@@ -53,7 +54,7 @@ class InputMessage(RequestModel):
 class CountTokensRequest(RequestModel):
     """A conversation."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     messages: Annotated[Listed[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | InputBlocks | None = None
     tools: Tools | None = None

@@ -13,7 +13,8 @@ from pydantic import Field
 
 T = TypeVar("T")
 
-MAX_NAME_CHARS = 1024  # models, users, roles, kinds of things
+MAX_NAME_CHARS = 1024  # users, roles, kinds of things
+MAX_MODEL_CHARS = 2**14  # whoever names a model that is not here is told that, within reason
 MAX_CALL_ID_CHARS = 2**16  # some proxies pack signatures into the ids of tool calls
 MAX_TEMPLATE_CHARS = 2**18  # the longest known chat templates have 20,000
 MAX_STOP_STRINGS = 64
@@ -41,6 +42,7 @@ Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+ModelName = Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
 CallId = Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)]

@@ -13,6 +13,7 @@ from serve.api.protocol.bounds import (
     MAX_STOP_TOKENS,
     BadWords,
     Listed,
+    ModelName,
     Name,
     StopString,
     StopStrings,
@@ -65,7 +66,7 @@ class RepetitionWish(RequestModel):
 class GenerationRequest(RequestModel):
     """The fields of both endpoints. Names and meaning are OpenAI's, the others vLLM's."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: Whole | None = None

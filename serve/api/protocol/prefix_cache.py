@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from serve.api.protocol.bounds import MAX_TOKEN_IDS, Listed, Name
+from serve.api.protocol.bounds import MAX_TOKEN_IDS, Listed, ModelName, Name
 from serve.api.protocol.chat import Messages, TemplateFields
 from serve.api.protocol.common import Finite, ResponseModel, TokenId
 
@@ -14,7 +14,7 @@ from serve.api.protocol.common import Finite, ResponseModel, TokenId
 class PinRequest(TemplateFields):
     """What to keep: the beginning of a conversation, a text or token ids; one of the three."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     messages: Messages | None = None
     prompt: str | None = None
     token_ids: Annotated[Listed[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)] | None = (

@@ -13,6 +13,7 @@ from serve.api.protocol.bounds import (
     JsonObject,
     Listed,
     Metadata,
+    ModelName,
     Name,
     Tools,
 )
@@ -41,7 +42,7 @@ class Reasoning(RequestModel):
 class ResponsesRequest(RequestModel):
     """What to answer, and how."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     input: str | Annotated[Listed[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Name | None = None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from serve.api.protocol.bounds import MAX_TOKEN_IDS, Listed, Name
+from serve.api.protocol.bounds import MAX_TOKEN_IDS, Listed, ModelName
 from serve.api.protocol.chat import Messages, TemplateFields
 from serve.api.protocol.common import RequestModel, ResponseModel, TokenId
 
@@ -14,7 +14,7 @@ from serve.api.protocol.common import RequestModel, ResponseModel, TokenId
 class TokenizeRequest(TemplateFields):
     """A text (`prompt`) or a conversation (`messages`) to turn into token ids: one of the two."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -33,7 +33,7 @@ class TokenizeResponse(ResponseModel):
 class DetokenizeRequest(RequestModel):
     """Ids to turn into text."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     tokens: Annotated[Listed[TokenId], Field(max_length=MAX_TOKEN_IDS)]
     skip_special_tokens: bool | None = None
 
