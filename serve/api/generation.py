@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from serve.api.clients import Client
 from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
-from serve.api.request_size import check_size
+from serve.api.request_size import RequestSize, check_size
 from serve.api.service import Service
 from serve.api.timing import request_metrics
 from serve.engine.outputs import RequestOutput
@@ -57,6 +57,11 @@ class Job:
         """How many completions there will be."""
         return len(self.prompts) * self.n
 
+    def size(self) -> RequestSize:
+        """What is counted of it before it begins."""
+        lens = [len(ids) for ids in self.prompts]
+        return RequestSize(lens, self.sampling, self.n, self.gathers, self.prompt_field)
+
 
 @dataclass(slots=True)
 class Tally:
@@ -99,7 +104,7 @@ class Outputs:
                 service.engine.prepare(ids, job.sampling, continues_prompt=job.continues_prompt)
                 for ids in job.prompts
             ]
-            check_size(job, service.config, service.engine.ready.max_model_len)
+            check_size(job.size(), service.config, service.engine.ready.max_model_len)
             streams = [self._generate(index) for index in range(job.num_choices)]
         except RequestError as error:
             if error.param == "prompt":

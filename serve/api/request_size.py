@@ -5,31 +5,45 @@ Single fields are bounded by the protocol; here are the products of several of t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from serve.config import ServerConfig
 from serve.errors import InvalidRequest
 from serve.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from serve.api.generation import Job
-
 MAX_LISTED_TOKENS = 2**21
 
 
-def check_size(job: Job, config: ServerConfig, max_model_len: int) -> None:
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    """What counts of a request: `n` choices for each of its prompts."""
+
+    prompt_lens: Sequence[int]
+    sampling: SamplingParams
+    n: int
+    gathers: bool  # the answer is put together before it is sent
+    prompt_field: str  # what the API calls the prompt
+
+    @property
+    def num_choices(self) -> int:
+        """How many completions there will be."""
+        return len(self.prompt_lens) * self.n
+
+
+def check_size(size: RequestSize, config: ServerConfig, max_model_len: int) -> None:
     """Raises InvalidRequest for a request whose choices together hold too much."""
-    _check_listed(job)
-    _check_entries(job, max_model_len, max(config.max_answer_entries, max_model_len))
+    _check_listed(size)
+    _check_entries(size, max_model_len, max(config.max_answer_entries, max_model_len))
 
 
-def _check_listed(job: Job) -> None:
+def _check_listed(size: RequestSize) -> None:
     """The engine keeps a choice's own copy of its token lists."""
-    sizes = _listed(job.sampling)
-    if sum(sizes.values()) * job.num_choices > MAX_LISTED_TOKENS:
+    sizes = _listed(size.sampling)
+    if sum(sizes.values()) * size.num_choices > MAX_LISTED_TOKENS:
         name = max(sizes, key=lambda name: sizes[name])
         raise InvalidRequest(
-            f"{name} lists {sizes[name]} tokens for each of {job.num_choices} choices; all lists "
+            f"{name} lists {sizes[name]} tokens for each of {size.num_choices} choices; all lists "
             f"of all choices may have {MAX_LISTED_TOKENS}. Shorten the list or lower n.",
             param=name,
         )
@@ -45,32 +59,32 @@ def _listed(sampling: SamplingParams) -> dict[str, int]:
     }
 
 
-def _check_entries(job: Job, max_model_len: int, limit: int) -> None:
+def _check_entries(size: RequestSize, max_model_len: int, limit: int) -> None:
     """An entry is a token of a prompt or of an answer that is gathered, or one of the candidates
     that are to be told with it; each choice has its own."""
-    sampling, n = job.sampling, job.n
+    sampling, n = size.sampling, size.n
     generated = 0
-    if job.gathers:
-        most = [max(0, max_model_len - len(ids)) for ids in job.prompts]
+    if size.gathers:
+        most = [max(0, max_model_len - length) for length in size.prompt_lens]
         if sampling.max_tokens is not None:
             most = [min(room, sampling.max_tokens) for room in most]
         generated = sum(most) * n * ((sampling.logprobs or 0) + 1)
-    read = sum(map(len, job.prompts)) * n * ((sampling.prompt_logprobs or 0) + 1)
+    read = sum(size.prompt_lens) * n * ((sampling.prompt_logprobs or 0) + 1)
     if generated + read <= limit:
         return
     raise InvalidRequest(
         f"The request could come to {generated + read} entries: choices × (prompt tokens × "
         f"(prompt_logprobs + 1) + max_tokens × (logprobs + 1)). This server holds {limit} "
         "(--max-answer-entries). Lower n, max_tokens or the number of logprobs, or stream.",
-        param=_largest_factor(job, generated > read),
+        param=_largest_factor(size, generated > read),
     )
 
 
-def _largest_factor(job: Job, generates: bool) -> str:
-    sampling = job.sampling
-    factors = {"n": job.n, job.prompt_field: len(job.prompts)}
+def _largest_factor(size: RequestSize, generates: bool) -> str:
+    sampling = size.sampling
+    factors = {"n": size.n, size.prompt_field: len(size.prompt_lens)}
     if generates:
-        name = "logprobs" if job.continues_prompt else "top_logprobs"
+        name = "logprobs" if size.prompt_field == "prompt" else "top_logprobs"
         factors[name] = sampling.logprobs or 0
     else:
         factors["prompt_logprobs"] = sampling.prompt_logprobs or 0
