@@ -125,7 +125,7 @@ def test_top_k_beyond_the_first_candidates_is_exact() -> None:
 STRANGERS = [
     SamplingParams(seed=9),
     SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.3, top_p=0.4, min_p=0.1),
+    SamplingParams(seed=9, temperature=0.3, top_p=0.4, min_p=0.1),
     SamplingParams(seed=9, top_k=3, presence_penalty=2.0, frequency_penalty=1.0),
     SamplingParams(seed=9, repetition_penalty=2.0, logit_bias={3: 50.0}, logprobs=3),
     SamplingParams(seed=9, allowed_token_ids=(1, 2), min_tokens=3, stop_token_ids=(1,)),
