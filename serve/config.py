@@ -294,6 +294,16 @@ class ServerConfig:
     max_answer_entries: int = 2**21
     """Most that a request may come to over all its choices, in entries: prompt tokens times
     (prompt_logprobs + 1) and, without streaming, max_tokens times (logprobs + 1)."""
+    max_stored_responses: int = 1000
+    """Most answers of /v1/responses that are kept for later requests; the least recently used go
+    first. 0: none is kept."""
+    max_stored_bytes: int = 16 * 2**20
+    """Most bytes that kept answers and their conversations may take."""
+    stored_response_ttl: float = 86400.0
+    """Seconds after which a kept answer that nobody used is forgotten."""
+    max_background_responses: int = 64
+    """Most background answers of /v1/responses that may be in the making; more are refused
+    (429)."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: sampling defaults come from the model's generation_config.json."""
     timeout_keep_alive: int = 120
@@ -319,6 +329,11 @@ class ServerConfig:
         _require(logprobs >= 0, "max-logprobs", logprobs, "0 or more")
         entries = self.max_answer_entries
         _require(entries >= 1, "max-answer-entries", entries, "at least 1")
+        for name in ("max_stored_responses", "max_stored_bytes", "max_background_responses"):
+            limit = getattr(self, name)
+            _require(limit >= 0, name.replace("_", "-"), limit, "0 or more")
+        ttl = self.stored_response_ttl
+        _require(ttl > 0, "stored-response-ttl", ttl, "above 0 seconds")
         for pair in self.client_weight:
             _require(_weight(pair) is not None, "client-weight", pair, "NAME=WEIGHT, above 0")
         timeout, prefix = self.shutdown_timeout, self.metrics_prefix

@@ -8,22 +8,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve.api import chat
-from serve.api.anthropic_answer import (
-    ERROR_TYPES,
-    error_event,
-    error_response,
-    json_response,
-    message_events,
-    whole_message,
-)
-from serve.api.anthropic_request import chat_messages, chat_request, counted_request
+from serve.api.anthropic_answer import MessageWriter, json_response
+from serve.api.anthropic_errors import ERROR_TYPES, error_event
+from serve.api.anthropic_request import FIELD_NAMES, chat_messages, chat_request, counted_request
 from serve.api.body import read_body
-from serve.api.cache_control import marked_prefix, pin_common
+from serve.api.cache_control import Written, marked_prefix, pin_common
 from serve.api.choices import collect
 from serve.api.chunks import new_envelope
 from serve.api.conversation import conversation_ids
 from serve.api.convert import timeout_header
 from serve.api.errors import misfits_refused
+from serve.api.field_names import fields_named
 from serve.api.generation import Outputs
 from serve.api.openapi import request_body
 from serve.api.protocol.anthropic import (
@@ -38,14 +33,13 @@ from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.api.streaming import EventStream, unless_gone
 from serve.engine.public_ids import MESSAGE
-from serve.errors import EngineError, RequestError
 
 
 def anthropic_routes(service: Service) -> APIRouter:
-    """The routes of this file."""
+    """The routes of this file; `AnthropicErrors` gives their errors Anthropic's shape."""
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": AnthropicError, "description": kind}
-        for status, kind in {400: "invalid_request_error", **ERROR_TYPES}.items()
+        for status, kind in ERROR_TYPES.items()
     }
     router = APIRouter(tags=["anthropic"], responses=responses)
     max_bytes = service.config.max_request_bytes
@@ -56,10 +50,7 @@ def anthropic_routes(service: Service) -> APIRouter:
         openapi_extra=request_body(MessagesRequest),
     )
     async def create_message(request: Request) -> Response:
-        try:
-            return await _answered(request, service)
-        except (RequestError, EngineError) as error:
-            return error_response(error)
+        return await _answered(request, service)
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -67,15 +58,12 @@ def anthropic_routes(service: Service) -> APIRouter:
         openapi_extra=request_body(CountTokensRequest),
     )
     async def count_tokens(request: Request) -> Response:
-        try:
-            body = await read_body(request, CountTokensRequest, max_bytes)
-            service.served_name(body.model)
-            with misfits_refused():
-                asked = counted_request(body)
-            tokenizer = service.engine.tokenizer
-            ids = await conversation_ids(asked.messages, asked, tokenizer, service.config)
-        except (RequestError, EngineError) as error:
-            return error_response(error)
+        body = await read_body(request, CountTokensRequest, max_bytes)
+        service.served_name(body.model)
+        with misfits_refused():
+            asked = counted_request(body)
+        tokenizer = service.engine.tokenizer
+        ids = await conversation_ids(asked.messages, asked, tokenizer, service.config)
         return json_response(TokenCount(input_tokens=len(ids)))
 
     return router
@@ -83,30 +71,37 @@ def anthropic_routes(service: Service) -> APIRouter:
 
 async def _answered(request: Request, service: Service) -> Response:
     body = await read_body(request, MessagesRequest, service.config.max_request_bytes)
-    envelope = new_envelope(service, body.model, "message", MESSAGE + request_id_of(request))
-    with misfits_refused():
-        asked = chat_request(body)
-    asked.timeout = timeout_header(request)
-    client = service.client_of(request, _user(body))
-    answer = await chat.prepare(asked, service, envelope, client)
-    await _pin_marked(body, answer.job.prompts[0], service)
-    outputs = Outputs(service, answer.job)
+    request_id = request_id_of(request)
+    envelope = new_envelope(service, body.model, "message", MESSAGE + request_id)
+    with fields_named(lambda: FIELD_NAMES):
+        with misfits_refused():
+            asked = chat_request(body)
+        asked.timeout = timeout_header(request)
+        client = service.client_of(request, _user(body))
+        answer = await chat.prepare(asked, service, envelope, client)
+        written = await _pin_marked(body, answer.job.prompts[0], service)
+        outputs = Outputs(service, answer.job)
+    writer = MessageWriter(envelope, written)
     if body.stream:
-        events = message_events(envelope, outputs)
-        return EventStream(events, outputs, error_event=error_event, refusal=error_response)
+        return EventStream(
+            writer.events(outputs),
+            outputs,
+            error_event=lambda error: error_event(error, request_id),
+        )
     (choice,) = await unless_gone(request, collect(outputs))
-    return json_response(whole_message(envelope, choice, outputs.tally.usage()))
+    return json_response(writer.whole(choice, outputs.tally.usage()))
 
 
-async def _pin_marked(body: MessagesRequest, prompt_ids: list[int], service: Service) -> None:
+async def _pin_marked(body: MessagesRequest, prompt_ids: list[int], service: Service) -> Written:
     """Keep what `cache_control` marks."""
     marked = marked_prefix(body)
-    if marked is not None:
-        fields = TemplateFields(add_generation_prompt=False)
-        engine = service.engine
-        messages = chat_messages(marked.body)
-        ids = await conversation_ids(messages, fields, engine.tokenizer, service.config)
-        await pin_common(engine, prompt_ids, ids, marked.ttl_s)
+    if marked is None:
+        return Written()
+    fields = TemplateFields(add_generation_prompt=False)
+    engine = service.engine
+    messages = chat_messages(marked.body)
+    ids = await conversation_ids(messages, fields, engine.tokenizer, service.config)
+    return await pin_common(engine, prompt_ids, ids, marked.ttl_s)
 
 
 def _user(body: MessagesRequest) -> str | None:

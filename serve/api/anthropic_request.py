@@ -22,6 +22,17 @@ from serve.api.protocol.chat import (
 )
 from serve.api.unsupported import refuse_unsupported_fields
 
+FIELD_NAMES = {"stop": "stop_sequences"}
+"""Fields of the chat path that have another name here."""
+
+# Fields that ask for something this server does not do; ignored, they would change the answer.
+_UNSUPPORTED = {
+    "output_format": "structured output is not supported",
+    "output_config.format": "structured output is not supported",
+    "mcp_servers": "this server calls no other servers",
+    "container": "this server runs no code",
+}
+
 
 def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
     """What to generate. Raises InvalidRequest."""
@@ -44,12 +55,23 @@ def counted_request(body: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _template_fields(body: CountTokensRequest) -> dict[str, Any]:
+    for path, reason in _UNSUPPORTED.items():
+        if _extra(body, path) not in (None, False, "", [], {}):
+            raise Unsupported(f"{path}: {reason}.", param=path)
     if body.tools and (body.tool_choice or {}).get("type") != "none":
         raise Unsupported("Tool use is not supported; leave tools out.", param="tools")
     if (body.thinking or {}).get("type") == "enabled":
         raise Unsupported("A budget for thinking is not supported.", param="thinking")
     # A conversation that ends with the assistant's words is to be continued from there.
     return {"continue_final_message": body.messages[-1].role == "assistant"}
+
+
+def _extra(body: CountTokensRequest, path: str) -> Any:
+    """The value at a path of fields that we do not know by themselves."""
+    value: Any = body.model_extra or {}
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def chat_messages(body: CountTokensRequest) -> list[Message]:

@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from serve import __version__
 from serve.api.anthropic import anthropic_routes
+from serve.api.anthropic_errors import AnthropicErrors
 from serve.api.auth import OPEN_PATHS, ApiKeyGuard
 from serve.api.chat import chat_routes
 from serve.api.client_limits import ClientLimits
@@ -82,6 +83,7 @@ def _surround(app: FastAPI, config: ServerConfig) -> None:
         allow_origins=list(config.allowed_origins),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
     )
+    app.add_middleware(AnthropicErrors)  # around whatever may refuse
     app.add_middleware(RequestIds)

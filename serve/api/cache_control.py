@@ -42,18 +42,36 @@ def marked_prefix(body: MessagesRequest) -> Marked | None:
     return Marked(body.model_copy(update={"system": system, "messages": []}), _ttl_s(cut))
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a mark makes the request put into the cache, in tokens of full blocks: the part up to
+    the mark, and how much of it was not there before."""
+
+    num_marked: int = 0
+    num_new: int = 0
+
+    def beside(self, num_read: int) -> int:
+        """How many tokens are written when so many turn out to be read."""
+        return min(self.num_new, max(0, self.num_marked - num_read))
+
+
 async def pin_common(
     engine: AsyncEngine, prompt: Sequence[int], rendered: Sequence[int], ttl_s: float
-) -> None:
+) -> Written:
     """Pin what the prompt has in common with its marked part, which was rendered by itself: an
     unfinished conversation may end differently. A prefix that cannot be pinned is not an error: it
     is still cached as long as there is room."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendered, strict=False))
-    num_common = sum(1 for _ in pairs)
+    marked = list(prompt[: sum(1 for _ in pairs)])
     try:
-        await engine.control("pin", token_ids=list(prompt[:num_common]), cache_salt="", ttl_s=ttl_s)
+        pin = await engine.control("pin", token_ids=marked, cache_salt="", ttl_s=ttl_s)
     except InvalidRequest as refusal:
         logger.info("cache_control: %s", refusal)
+        block_size = engine.ready.block_size
+        cached = len(marked) // block_size * block_size if engine.ready.prefix_caching else 0
+        return Written(cached, cached)
+    num_new = pin["num_blocks"] - pin["num_cached_blocks"]
+    return Written(pin["num_tokens"], num_new * engine.ready.block_size)
 
 
 def _up_to_mark(

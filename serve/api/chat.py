@@ -80,6 +80,7 @@ async def prepare(
             client=client,
             cache_salt=cache_salt(body.cache_salt),
             prompt_field="messages",
+            limit_field=_limit_field(body),
         ),
         envelope=envelope,
         names=TokenNames(tokenizer, as_ids, sampling.skip_special_tokens),
@@ -89,9 +90,13 @@ async def prepare(
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:
     """The newer name wins; without either the answer may fill the context."""
-    if body.max_completion_tokens is not None:
-        return completion_limit(body.max_completion_tokens, 1, "max_completion_tokens")
-    return completion_limit(body.max_tokens, 1, "max_tokens")
+    field = _limit_field(body)
+    return completion_limit(getattr(body, field), 1, field)
+
+
+def _limit_field(body: ChatCompletionRequest) -> str:
+    newer = body.max_completion_tokens is not None
+    return "max_completion_tokens" if newer else "max_tokens"
 
 
 def _top_logprobs(body: ChatCompletionRequest, service: Service) -> int | None:

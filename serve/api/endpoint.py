@@ -15,6 +15,7 @@ from serve.api.choices import Choice, collect
 from serve.api.chunks import Envelope, new_envelope
 from serve.api.clients import Client
 from serve.api.convert import timeout_header
+from serve.api.field_names import fields_named
 from serve.api.generation import Job, Outputs, Tally
 from serve.api.json_pieces import JsonPieces, with_scores
 from serve.api.protocol.common import GenerationRequest
@@ -77,7 +78,8 @@ class Endpoint(Generic[B]):
         job = (await self.prepare(body, service, envelope, Client())).job
         engine, answers = service.engine, []
         for prompt in job.prompts:
-            sampling = resolve_sampling(prompt, job.sampling, engine.model, engine.ready)
+            with fields_named(job.field_names):
+                sampling = resolve_sampling(prompt, job.sampling, engine.model, engine.ready)
             answer = RenderedRequest(
                 request_id=envelope.id,
                 model=envelope.model,

@@ -67,6 +67,10 @@ class NotStored(RequestError):
     """No stored response has this id."""
 
 
+class NoSuchItem(RequestError):
+    """No stored conversation has an item of this id."""
+
+
 class NoSuchRequest(RequestError):
     """No request that runs, waits or ended of late has this id."""
 
@@ -117,6 +121,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         ModelNotFound: ErrorKind(404, _INVALID, "model_not_found"),
         NoSuchRoute: ErrorKind(404, _INVALID, "unknown_url"),
         NotStored: ErrorKind(404, _INVALID, "response_not_found"),
+        NoSuchItem: ErrorKind(404, _INVALID, "item_not_found"),
         NoSuchRequest: ErrorKind(404, _INVALID, "request_not_found"),
         NoSuchPin: ErrorKind(404, _INVALID, "pin_not_found"),
         WrongMethod: ErrorKind(405, _INVALID, "method_not_allowed"),

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from serve.api.clients import Client
+from serve.api.field_names import fields_named
 from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
 from serve.api.request_size import RequestSize, check_size
 from serve.api.service import Service
@@ -21,7 +22,6 @@ from serve.errors import (
     EngineDead,
     QueuedTooLong,
     QueueFull,
-    RequestError,
     StepFailed,
 )
 from serve.messages import FinishReason, RequestTimes
@@ -46,11 +46,16 @@ class Job:
     client: Client = Client()  # noqa: RUF009 (frozen)
     gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
+    limit_field: str = "max_tokens"  # what it calls the most tokens of the answer
 
     @property
     def continues_prompt(self) -> bool:
         """Whether the text goes on from the prompt's."""
         return self.prompt_field == "prompt"
+
+    def field_names(self) -> dict[str, str]:
+        """What the engine's words are called in the request."""
+        return {"prompt": self.prompt_field, "max_tokens": self.limit_field}
 
     @property
     def num_choices(self) -> int:
@@ -99,17 +104,13 @@ class Outputs:
     def __init__(self, service: Service, job: Job) -> None:
         self._service = service
         self._job = job
-        try:
+        with fields_named(job.field_names):
             self._prepared = [
                 service.engine.prepare(ids, job.sampling, continues_prompt=job.continues_prompt)
                 for ids in job.prompts
             ]
             check_size(job.size(), service.config, service.engine.ready.max_model_len)
             streams = [self._generate(index) for index in range(job.num_choices)]
-        except RequestError as error:
-            if error.param == "prompt":
-                error.param = job.prompt_field
-            raise
         self._alone = streams[0]  # read directly: this is the path of nearly every request
         self._merged = _merged(streams, self._leader_of) if len(streams) > 1 else None
         self._unfinished = len(streams)

@@ -48,6 +48,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
             sampling=SamplingParams(max_tokens=0, temperature=0.0),
             cache_salt=salt,
             client=service.client_of(request, body.user),
+            prompt_field=_given(body)[0],
         )
         outputs = Outputs(service, job)  # refuses what cannot be computed
         try:
@@ -95,7 +96,7 @@ async def _pin(
 
 async def _prefix_ids(body: PinRequest, service: Service) -> list[int]:
     """The prefix's token ids. Raises InvalidRequest unless there is exactly one way to get them."""
-    given = [name for name in ("messages", "prompt", "token_ids") if getattr(body, name)]
+    given = _given(body)
     if len(given) > 1:
         raise InvalidRequest(f"Give one of {', '.join(given)}.", param=given[1])
     tokenizer = service.engine.tokenizer
@@ -109,3 +110,7 @@ async def _prefix_ids(body: PinRequest, service: Service) -> list[int]:
     if body.token_ids:
         return body.token_ids
     raise MissingField("Give messages, prompt or token_ids.", param="messages")
+
+
+def _given(body: PinRequest) -> list[str]:
+    return [name for name in ("messages", "prompt", "token_ids") if getattr(body, name)]

@@ -1,4 +1,4 @@
-"""`X-Request-Id`: the client's own if it sent a usable one, else a fresh one, on every answer."""
+"""`X-Request-Id` (Anthropic: `request-id`) of every answer: the client's if usable, else fresh."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class RequestIds:
         offered = Headers(scope=scope).get("x-request-id", "")
         request_id = offered if _USABLE.fullmatch(offered) else uuid.uuid4().hex
         scope["request_id"] = request_id
-        header = (b"x-request-id", request_id.encode("ascii"))
+        names = (b"x-request-id", b"request-id")
+        headers = [(name, request_id.encode("ascii")) for name in names]
         scope[DIRECT_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], header]
+                message["headers"] = [*message["headers"], *headers]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -1,17 +1,14 @@
-"""The answer of `/v1/responses`, in one piece or as OpenAI's events."""
+"""The answer of `/v1/responses` in one piece, with what was asked echoed in it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from serve.api.chat_answer import ChatAnswer
 from serve.api.choices import Choice
-from serve.api.chunks import text_json
 from serve.api.errors import error_info
-from serve.api.generation import Outputs
-from serve.api.protocol.chat import Message
 from serve.api.protocol.common import Usage
 from serve.api.protocol.responses import (
     CachedTokens,
@@ -24,10 +21,8 @@ from serve.api.protocol.responses import (
     ResponsesUsage,
     Status,
 )
-from serve.api.streaming import named_event
+from serve.api.response_store import StoredItem
 from serve.messages import FinishReason
-
-_DELTA = "response.output_text.delta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +31,7 @@ class ResponseWriter:
 
     body: ResponsesRequest
     chat: ChatAnswer
-    messages: list[Message]  # the conversation so far, without instructions
+    given: tuple[StoredItem, ...]  # the conversation so far, if the answer is to be kept
     item_id: str
 
     @property
@@ -74,25 +69,41 @@ class ResponseWriter:
     ) -> ResponsesAnswer:
         """The answer as it stands."""
         body, envelope, sampling = self.body, self.chat.envelope, self.chat.job.sampling
+        thinks = body.reasoning
         return ResponsesAnswer(
             id=envelope.id,
             created_at=envelope.created,
+            completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             background=bool(body.background),
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
             metadata=body.metadata or {},
             model=envelope.model,
             output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning={"effort": None, "summary": None, **(thinks.model_dump() if thinks else {})},
+            safety_identifier=body.safety_identifier,
+            service_tier=body.service_tier or "default",
             store=self.stores,
             temperature=sampling.temperature,
+            text={"format": {"type": "text"}, **_given(body.text)},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
             usage=None if usage is None else _usage(usage),
             user=body.user,
         )
+
+
+def _given(fields: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (fields or {}).items() if value is not None}
 
 
 def _usage(usage: Usage) -> ResponsesUsage:
@@ -103,79 +114,3 @@ def _usage(usage: Usage) -> ResponsesUsage:
         output_tokens_details=ReasoningTokens(),
         total_tokens=usage.total_tokens,
     )
-
-
-class ResponseEvents:
-    """The events of one streamed answer, numbered in OpenAI's order.
-
-    `keep` is told the whole answer and its text before the last event.
-    """
-
-    def __init__(
-        self,
-        writer: ResponseWriter,
-        outputs: Outputs,
-        keep: Callable[[ResponsesAnswer, str], None],
-    ) -> None:
-        self._writer = writer
-        self._outputs = outputs
-        self._keep = keep
-        self._next_number = 0
-        self._place = {"item_id": writer.item_id, "output_index": 0, "content_index": 0}
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """From `response.created` to `response.completed` or `response.incomplete`."""
-        writer = self._writer
-        begun = writer.answer("in_progress", []).model_dump()
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        item = writer.item("in_progress", []).model_dump()
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        part = OutputText(text="").model_dump()
-        yield self._event("response.content_part.added", **self._place, part=part)
-        choice = Choice()
-        logprobs = writer.chat.logprobs_writer()
-        async for _, output in self._outputs:
-            choice.add(output)
-            if logprobs is not None and output.logprobs:
-                scored = logprobs.generated(output.logprobs, hides_last=output.hides_last)
-                entries = scored["content"]
-                yield self._event(_DELTA, **self._place, delta=output.text, logprobs=entries)
-            elif output.text:
-                yield self._delta(output.text)
-        for event in self._ending(choice):
-            yield event
-
-    def failed(self, error: Exception) -> bytes:
-        """The event that ends a stream in which something went wrong."""
-        return self._event("response.failed", response=self._writer.failed(error).model_dump())
-
-    def _ending(self, choice: Choice) -> list[bytes]:
-        whole = self._writer.whole(choice, self._outputs.tally.usage())
-        self._keep(whole, choice.text)
-        answer = whole.model_dump()
-        (item,) = answer["output"]
-        (part,) = item["content"]
-        text = {"text": part["text"], "logprobs": part["logprobs"]}
-        return [
-            self._event("response.output_text.done", **self._place, **text),
-            self._event("response.content_part.done", **self._place, part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{whole.status}", response=answer),
-        ]
-
-    def _event(self, name: str, **fields: Any) -> bytes:
-        return named_event(name, sequence_number=self._number(), **fields)
-
-    def _delta(self, text: str) -> bytes:
-        """`_event` for the one kind that comes once per token."""
-        return (
-            f'event: {_DELTA}\ndata: {{"type":"{_DELTA}","sequence_number":{self._number()},'
-            f'"item_id":"{self._writer.item_id}","output_index":0,"content_index":0,'
-            f'"delta":{text_json(text)},"logprobs":[]}}\n\n'
-        ).encode("ascii")
-
-    def _number(self) -> int:
-        number = self._next_number
-        self._next_number += 1
-        return number

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from serve.api.errors import Unsupported
-from serve.api.protocol.chat import ChatCompletionRequest, FunctionCall, Message, ToolCall
-from serve.api.protocol.responses import InputItem, ResponsesRequest
+from serve.api.errors import MissingField, Unsupported
+from serve.api.protocol.chat import ChatCompletionRequest, Message
+from serve.api.protocol.responses import ResponsesRequest
 from serve.api.unsupported import refuse_unsupported_fields
 from serve.errors import InvalidRequest
 
@@ -25,32 +26,14 @@ def refuse_unsupported(body: ResponsesRequest) -> None:
         )
     if body.background and body.store is False:
         raise InvalidRequest("background needs store: the answer is kept.", param="background")
-
-
-def turns(body: ResponsesRequest) -> list[Message]:
-    """`input` as messages. Raises InvalidRequest."""
-    if isinstance(body.input, str):
-        return [Message(role="user", content=body.input)]
-    return [_turn(item, f"input.{i}") for i, item in enumerate(body.input)]
-
-
-def _turn(item: InputItem, path: str) -> Message:
-    match item.type or "message":
-        case "message" if item.role is not None:
-            return Message(role=item.role, content=item.content)
-        case "function_call":
-            function = FunctionCall(name=item.name or "", arguments=item.arguments)
-            call = ToolCall(id=item.call_id, type="function", function=function)
-            return Message(role="assistant", tool_calls=[call])
-        case "function_call_output":
-            return Message(role="tool", tool_call_id=item.call_id, content=item.output)
-        case "message":
-            raise InvalidRequest(f"{path}.role is required.", param=f"{path}.role")
-    raise Unsupported(f"Items of this type are not supported: {path}.", param=f"{path}.type")
+    _check_text_format((body.text or {}).get("format"))
 
 
 def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
-    """The same wishes for a conversation; instructions come first and belong to this turn alone."""
+    """The same wishes for a conversation; instructions come first and belong to this turn alone.
+
+    A stream ends with the whole answer, so as to size it is asked for in one piece.
+    """
     instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
     wants_logprobs = "message.output_text.logprobs" in (body.include or ())
     return ChatCompletionRequest(
@@ -60,10 +43,50 @@ def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCom
         top_p=body.top_p,
         tools=body.tools,
         tool_choice=body.tool_choice,
-        response_format=(body.text or {}).get("format"),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs if wants_logprobs else None,
-        stream=body.stream,
     )
+
+
+def field_names(asked: ChatCompletionRequest, paths: Sequence[str]) -> dict[str, str]:
+    """What the fields of a chat request are called here; `paths` says where each message stands."""
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
+    for i, (path, message) in enumerate(zip(paths, asked.messages, strict=True)):
+        names[f"messages.{i}"] = path
+        if message.role == "tool":
+            names[f"messages.{i}.content"] = f"{path}.output"
+        names[f"messages.{i}.tool_calls.0.function"] = path  # an item holds one call, as it is
+    return names
+
+
+def _check_text_format(wanted: Any) -> None:
+    """The format stands in `text.format` itself: no `json_schema` around name and schema."""
+    path = "text.format"
+    if wanted is None or wanted == {"type": "text"}:
+        return
+    if not isinstance(wanted, dict) or "type" not in wanted:
+        raise InvalidRequest(
+            f"{path} must be an object with a type, such as {{'type': 'text'}}.", param=path
+        )
+    if wanted["type"] not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest(
+            f"{path}.type must be 'text', 'json_object' or 'json_schema'.", param=f"{path}.type"
+        )
+    if wanted["type"] == "json_schema":
+        for name, kind in (("name", str), ("schema", dict)):
+            if not isinstance(wanted.get(name), kind):
+                what = "a string" if kind is str else "an object"
+                raise MissingField(
+                    f"{path}.{name} must be {what}; it stands beside {path}.type.",
+                    param=f"{path}.{name}",
+                )
+    if wanted["type"] != "text":
+        raise Unsupported(
+            "Structured output is not supported; text.format can only be {'type': 'text'}.",
+            param=path,
+        )

@@ -17,7 +17,7 @@ from serve.api.errors import ClientGone, error_body, error_response
 from serve.api.event_writer import EventWriter
 from serve.api.generation import Outputs
 from serve.api.request_id import DIRECT_SEND
-from serve.errors import RequestError, ServeError
+from serve.errors import ServeError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_INTERVAL_S = 15.0
@@ -42,7 +42,7 @@ def named_event(name: str, **fields: Any) -> bytes:
 class EventStream(Response):
     """Sends `events` as they come and then closes `outputs`, whatever happens.
 
-    The status line waits for the first event, so that what the engine refuses has its own status.
+    The status line waits for the first event, so that what goes wrong before it has its own status.
     A later failure ends the stream with an error event. A client that hangs up, or that reads
     nothing for `stall_limit_s`, ends the generation. While nothing is generated, comments keep the
     connection from being taken for dead.
@@ -56,7 +56,6 @@ class EventStream(Response):
         outputs: Outputs,
         *,
         error_event: Callable[[Exception], bytes] = error_event,
-        refusal: Callable[[Exception], Response] = error_response,
         keep_alive_s: float = KEEP_ALIVE_INTERVAL_S,
         stall_limit_s: float = STALL_LIMIT_S,
     ) -> None:
@@ -69,7 +68,6 @@ class EventStream(Response):
         self._events = events
         self._outputs = outputs
         self._error_event = error_event
-        self._refusal = refusal
         self._keep_alive_s = keep_alive_s
         self._stall_limit_s = stall_limit_s
 
@@ -95,16 +93,12 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await writer.write(event)
-        except RequestError as error:
-            if not await writer.takes_status():
-                await writer.write(self._error_event(error))
-            else:
-                await self._refusal(error)(scope, receive, send)
-                return
-        except ServeError as error:
-            await writer.write(self._error_event(error))
         except Exception as error:
-            logger.exception("a stream failed")
+            if not isinstance(error, ServeError):
+                logger.exception("a stream failed")
+            if await writer.takes_status():
+                await error_response(error)(scope, receive, send)
+                return
             await writer.write(self._error_event(error))
         await writer.end()
 

@@ -55,11 +55,16 @@ def check_priority(priority: int, ready: EngineReady) -> None:
         )
 
 
+def most_tokens(ready: EngineReady) -> int:
+    """How many tokens prompt and answer may have together: what the context and the KV pool both
+    leave. The last token that a request may produce needs no KV."""
+    return min(ready.max_model_len, ready.num_blocks * ready.block_size + 1)
+
+
 def _max_tokens(num_prompt_tokens: int, wanted: int | None, ready: EngineReady) -> int:
-    """Room is what the context and the KV pool both leave beside the prompt; the last token that a
-    request may produce needs no KV."""
+    """The room that is left beside the prompt, if it is enough for what is wanted."""
     pool = ready.num_blocks * ready.block_size
-    limit = min(ready.max_model_len, pool + 1)
+    limit = most_tokens(ready)
     of_what = (
         f"the KV pool of {ready.num_blocks} blocks holds {pool}"
         if limit < ready.max_model_len

@@ -20,7 +20,7 @@ from serve.api.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.messages import AddRequest
-from tests.api.scripted import Script, ScriptedClient, byte_level_tokenizer
+from tests.api.scripted import TEMPLATE, Script, ScriptedClient, byte_level_tokenizer
 
 MODEL = "tiny"
 ANSWER = " Hello world. Grüße, 世界 👋!"
@@ -29,9 +29,9 @@ ANSWER = " Hello world. Grüße, 世界 👋!"
 class Server:
     """A running server; `script` says what the next requests get (a text, ids or a Script)."""
 
-    def __init__(self, config: ServerConfig, chat_template: bool, **engine: Any) -> None:
+    def __init__(self, config: ServerConfig, chat_template: str | None, **engine: Any) -> None:
         self.config = config
-        tokenizer = byte_level_tokenizer() if chat_template else byte_level_tokenizer(None)
+        tokenizer = byte_level_tokenizer(chat_template)
         self.tokenizer = tokenizer
         self.script: str | list[int] | Script | Callable[[AddRequest], Script] = ANSWER
         self.client = ScriptedClient(tokenizer, self._script_for, **engine)
@@ -106,7 +106,7 @@ class Server:
 
 @contextmanager
 def running_server(
-    config: ServerConfig | None = None, *, chat_template: bool = True, **engine: Any
+    config: ServerConfig | None = None, *, chat_template: str | None = TEMPLATE, **engine: Any
 ) -> Iterator[Server]:
     """A server for the block."""
     server = Server(config or ServerConfig(), chat_template, **engine)

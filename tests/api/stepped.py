@@ -13,6 +13,7 @@ from serve.engine.async_engine import AsyncEngine
 from serve.engine.build import core_over
 from serve.messages import EngineDied, EngineReady, FromEngine, StepOutputs, ToEngine
 from tests.api.conftest import MODEL, Server
+from tests.api.scripted import TEMPLATE
 from tests.fakes import FakeExecutor
 
 
@@ -80,7 +81,7 @@ def stepped_server(
     executor: FakeExecutor, config: EngineConfig
 ) -> Iterator[tuple[Server, SteppedClient]]:
     """A running server for the block."""
-    server = Server(ServerConfig(), chat_template=True)
+    server = Server(ServerConfig(), chat_template=TEMPLATE)
     client = SteppedClient(executor, config)
     server.engine = AsyncEngine(client, server.tokenizer, server.metrics, names=(MODEL,))
     server.start()

@@ -155,3 +155,69 @@ def test_a_conversation_that_becomes_too_little_or_too_much_is_refused(
 
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        {"output_format": {"type": "json_schema", "schema": {}}},
+        {"mcp_servers": [{"type": "url", "url": "https://a", "name": "a"}]},
+        {"container": {"skills": [{"type": "anthropic", "skill_id": "pptx"}]}},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_what_would_be_ignored_and_missed_is_refused_by_name(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    refused = http.post(path, json={"messages": HI, "max_tokens": 5, **fields})
+    assert refused.status_code == 400
+    name = "output_config.format" if "output_config" in fields else next(iter(fields))
+    assert refused.json()["error"]["message"].startswith(name)
+    asks_nothing = {"output_config": {"effort": "low"}, "output_format": None, "mcp_servers": []}
+    assert http.post(path, json={"messages": HI, "max_tokens": 5, **asks_nothing}).is_success
+
+
+def test_a_field_at_fault_has_its_name_here(http: httpx.Client) -> None:
+    body = {"messages": HI, "max_tokens": 5, "stop_sequences": [""]}
+    refused = http.post("/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("stop_sequences must not")
+
+
+def test_api_46_what_clients_of_today_send_is_taken(http: httpx.Client, server: Server) -> None:
+    body = {
+        "max_tokens": 5,
+        "messages": [
+            {"role": "system", "content": "first"},
+            {"role": "user", "content": "one"},
+            {"role": "system", "content": "second"},
+            {"role": "user", "content": "two"},
+        ],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": []},
+        "unheard_of": {"a": [1]},
+    }
+    assert http.post("/v1/messages?beta=true", json=body).status_code == 200
+    assert rendered(server) == (
+        "<|im_start|>system\nfirst<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
+        "<|im_start|>system\nsecond<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("turns", "fields"),
+    [
+        (HI, {}),
+        (HI, {"system": [{"type": "text", "text": "be kind"}, {"type": "text", "text": "!"}]}),
+        ([*HI, {"role": "assistant", "content": "well"}], {}),
+    ],
+)
+def test_api_44_counted_tokens_are_those_of_the_answer(
+    claude: anthropic.Anthropic, server: Server, turns: list[Any], fields: dict[str, Any]
+) -> None:
+    counted = claude.messages.count_tokens(model=MODEL, messages=turns, **fields)
+    usage = claude.messages.create(model=MODEL, messages=turns, max_tokens=2, **fields).usage
+    read, written = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    assert counted.input_tokens == usage.input_tokens + (read or 0) + (written or 0)

@@ -42,7 +42,11 @@ def test_ops_04_every_route_but_the_harmless_ones_needs_a_key(
                 assert response.status_code == 200, path
             else:
                 assert response.status_code == 401, path
-                assert response.json()["error"]["code"] == "invalid_api_key"
+                anthropic = path.startswith("/v1/messages")
+                name, kind = (
+                    ("type", "authentication_error") if anthropic else ("code", "invalid_api_key")
+                )
+                assert response.json()["error"][name] == kind
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-request-id"]
     assert {"/v1/chat/completions", "/tokenize", "/metrics", "/load"} <= set(document["paths"])

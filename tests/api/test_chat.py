@@ -280,7 +280,7 @@ def test_what_a_template_refuses_is_a_400_in_its_words(http: httpx.Client) -> No
 
 
 def test_tpl_04_without_a_template_the_answer_says_how_to_give_one() -> None:
-    with running_server(chat_template=False) as server, server.http() as http:
+    with running_server(chat_template=None) as server, server.http() as http:
         response = chat(http)
         completion = http.post("/v1/completions", json={"prompt": "Hello"})
 

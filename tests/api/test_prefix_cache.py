@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -130,11 +131,13 @@ def test_what_one_request_may_need_is_never_pinned() -> None:
         ({"prompt": "a", "token_ids": [1]}, "token_ids"),
         ({"prompt": "abc"}, None),  # not a full block
         ({"token_ids": [10**12] * 8}, "token_ids.0"),
+        ({"token_ids": [1] * 500}, "token_ids"),  # more than the context
         ({"token_ids": [-1] * 8}, "token_ids.0"),
         ({"prompt": "x" * 500}, "prompt"),  # more than the context
         ({"prompt": "long enough", "ttl": 0}, "ttl"),
         ({"prompt": "long enough", "cache_salt": "a/b"}, "cache_salt"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
     ],
 )
 def test_what_cannot_be_pinned_is_a_400_and_leaves_nothing(
@@ -203,6 +206,43 @@ def test_anthropics_cache_control_pins_what_is_before_it(
     usage = ok(http.post("/v1/messages", json=body))["usage"]
     assert usage["cache_read_input_tokens"] >= pin["num_tokens"]
     assert len(ok(http.get(PIN))["data"]) == 1
+
+
+def test_api_42_44_what_a_mark_writes_and_reads_is_told_at_the_start_of_a_stream_too(
+    http: httpx.Client,
+) -> None:
+    body = messages_with({"type": "ephemeral"})
+    total = ok(http.post("/v1/messages/count_tokens", json=body))["input_tokens"]
+    fields = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+
+    def told(stream: bool) -> list[tuple[int, ...]]:
+        answer = http.post("/v1/messages", json={**body, "stream": stream})
+        if not stream:
+            return [tuple(ok(answer)["usage"][name] for name in fields)]
+        lines = answer.text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        assert events[0]["type"] == "message_start"
+        usages = [events[0]["message"]["usage"], events[-2]["usage"]]
+        return [tuple(usage[name] for name in fields) for usage in usages]
+
+    (first,) = told(stream=False)
+    assert first[1] >= len(SYSTEM) // BLOCK * BLOCK
+    assert first[2] == 0
+    start, end = told(stream=True)
+    (whole,) = told(stream=False)
+    assert start == end == whole
+    assert start[1] == 0
+    assert start[2] >= first[1]
+    assert sum(first) == sum(start) == total
+    ok(http.post("/reset_prefix_cache"))  # forgets all but what is pinned
+    body["messages"][0]["content"] = "another question"
+    ((_, written, read),) = told(stream=False)
+    assert (written, read) == (0, first[1])
+
+
+def test_what_is_not_marked_is_not_told_as_written(http: httpx.Client) -> None:
+    usage = ok(http.post("/v1/messages", json=messages_with(None)))["usage"]
+    assert usage["cache_creation_input_tokens"] == 0
 
 
 def test_a_mark_in_a_turn_covers_the_turns_before_it(http: httpx.Client) -> None:

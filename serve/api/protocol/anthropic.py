@@ -82,12 +82,13 @@ class TextBlock(ResponseModel):
 
 
 class AnthropicUsage(ResponseModel):
-    """Token counts; cached prompt tokens are not among `input_tokens`."""
+    """Token counts; what was read from the cache, and what `cache_control` newly wrote into it, is
+    not among `input_tokens`."""
 
     input_tokens: int
     output_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
@@ -124,3 +125,4 @@ class AnthropicError(ResponseModel):
 
     type: Literal["error"] = "error"
     error: AnthropicErrorInfo
+    request_id: str

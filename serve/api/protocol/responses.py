@@ -22,9 +22,11 @@ from serve.api.protocol.common import Finite, RequestModel, ResponseModel, Whole
 
 
 class InputItem(RequestModel):
-    """A message (the default type), an earlier call of a function, or a function's output."""
+    """A message (the default type), an earlier call of a function, a function's output, what was
+    thought, or a reference to an item of an earlier response."""
 
     type: Name | None = None
+    id: Name | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | ContentParts | None = None
     call_id: CallId | None = None
@@ -61,6 +63,10 @@ class ResponsesRequest(RequestModel):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     metadata: Metadata | None = None
+    max_tool_calls: Whole | None = None
+    service_tier: Name | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
     user: Name | None = None
 
 
@@ -111,31 +117,58 @@ class ResponsesUsage(ResponseModel):
 
 
 class ResponsesAnswer(ResponseModel):
-    """OpenAI's `response` object."""
+    """OpenAI's `response` object: the answer, and what was asked as far as it is known here."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None = None
     status: Status
-    background: bool = False
+    background: bool
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, Any]
     model: str
     output: list[OutputMessage]
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool
     previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
     store: bool
     temperature: float
-    text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
-    tool_choice: str = "auto"
-    tools: list[Any] = Field(default_factory=list)
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
-    truncation: Literal["auto", "disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"]
     usage: ResponsesUsage | None = None
-    user: str | None = None
+    user: str | None
+
+
+ItemOrder = Literal["asc", "desc"]
+
+
+class InputItems(ResponseModel):
+    """A page of what a response was given, as items."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(ResponseModel):
+    """How many tokens a request's input has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class DeletedResponse(ResponseModel):
