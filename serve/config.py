@@ -297,7 +297,7 @@ class ServerConfig:
     max_stored_responses: int = 1000
     """Most answers of /v1/responses that are kept for later requests; the least recently used go
     first. 0: none is kept."""
-    max_stored_bytes: int = 16 * 2**20
+    max_stored_bytes: int = 8 * 2**20
     """Most bytes that kept answers and their conversations may take."""
     stored_response_ttl: float = 86400.0
     """Seconds after which a kept answer that nobody used is forgotten."""

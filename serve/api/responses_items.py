@@ -3,10 +3,11 @@ messages that they are."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from serve.api.errors import MissingField, Unsupported
 from serve.api.protocol.bounds import MAX_MESSAGES
@@ -16,6 +17,7 @@ from serve.api.response_store import ResponseStore, StoredItem
 from serve.errors import InvalidRequest
 
 SYSTEM_ROLES = ("system", "developer")
+_FIELDS = TypeAdapter(dict[str, Any])
 _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -97,8 +99,9 @@ def stored_item(item: InputItem) -> StoredItem:
         if item.role == "assistant":
             part |= {"type": "output_text", "annotations": []}
         fields["content"] = [part]
-    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    return StoredItem(item_id, raw, item.id is None, item.role in SYSTEM_ROLES)
+    return StoredItem(
+        item_id, _FIELDS.dump_json(fields), item.id is None, item.role in SYSTEM_ROLES
+    )
 
 
 def said_item(message: OutputMessage) -> StoredItem:
@@ -110,8 +113,7 @@ def said_item(message: OutputMessage) -> StoredItem:
 
 def item_fields(item: StoredItem) -> dict[str, Any]:
     """An item as the API lists it."""
-    fields: dict[str, Any] = json.loads(item.json)
-    return fields
+    return _FIELDS.validate_json(item.json)
 
 
 def _given(body: ResponsesRequest) -> Iterator[tuple[str, InputItem]]:

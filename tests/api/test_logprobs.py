@@ -106,17 +106,30 @@ def test_a_token_that_a_client_made_an_end_has_bytes_only_if_it_is_shown(
     assert [x for part in parts if part for x in part["content"]] == entries
 
 
-def test_log_09_streamed_log_probabilities_merge_to_the_same(http: httpx.Client) -> None:
-    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 4}
-    (whole,) = complete(http, **fields).json()["choices"]
+def test_log_09_41_streamed_log_probabilities_merge_to_the_same(http: httpx.Client) -> None:
+    prompts = ["Hello wörld 日本", "one two"]
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 4, "n": 2}
+    fields["prompt"] = prompts
+    choices = complete(http, **fields).json()["choices"]
 
     chunks = events(complete(http, stream=True, **fields))[:-1]
 
-    parts = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(part["text"] for part in parts) == whole["text"]
-    for key, expected in whole["logprobs"].items():
-        merged = [x for part in parts if part["logprobs"] for x in part["logprobs"][key]]
-        assert merged == expected, key
+    for whole in choices:
+        parts = [
+            chunk["choices"][0]
+            for chunk in chunks
+            if chunk["choices"][0]["index"] == whole["index"]
+        ]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        assert whole["text"].startswith(prompts[whole["index"] // 2])
+        for key, expected in whole["logprobs"].items():
+            merged = [x for part in parts if part["logprobs"] for x in part["logprobs"][key]]
+            assert merged == expected, key
+        for token, offset in zip(
+            whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True
+        ):
+            if not token.startswith("bytes:"):
+                assert whole["text"][offset:].startswith(token)
 
 
 def test_streamed_chat_log_probabilities_merge_to_the_same(

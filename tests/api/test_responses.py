@@ -46,7 +46,7 @@ def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
     assert answer.output_text == " Hello world"
 
 
-def test_a_stream_has_the_apis_order_and_the_same_text(client: openai.OpenAI) -> None:
+def test_api_45_a_stream_has_the_apis_order_and_the_same_text(client: openai.OpenAI) -> None:
     events: list[Any] = list(client.responses.create(model=MODEL, input="Hello", stream=True))
 
     names = [event.type for event in events]

@@ -72,14 +72,20 @@ def test_str_08_without_being_asked_for_no_chunk_lacks_choices(
 
 
 @both_endpoints
-def test_usage_can_ride_on_every_chunk(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_usg_41_usage_can_ride_on_every_chunk(
+    http: httpx.Client, path: str, body: dict[str, Any], n: int
+) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
 
-    *chunks, usage, _ = stream(http, path, body, stream_options=options)
+    *chunks, usage, _ = stream(http, path, body, stream_options=options, n=n)
 
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == usage["usage"]["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {
+        usage["usage"]["prompt_tokens"]
+    }
 
 
 @both_endpoints
