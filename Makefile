@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NODE := .node
 # What `make serve` hands to `serve-llm serve`, for example ARGS="path/to/model --port 9000".
 ARGS ?=
 
@@ -23,7 +24,7 @@ test-all: lint $(VENV)/.installed-test  ## The same with the slow sweeps, and th
 	$(BIN)/python -m pytest -m "not foreign"
 	$(MAKE) test-foreign
 
-test-foreign: $(VENV)/.installed-foreign  ## Others' clients, and requests generated from the OpenAPI document.
+test-foreign: $(VENV)/.installed-foreign $(NODE)/.installed  ## Others' clients, and requests generated from the OpenAPI document.
 	$(BIN)/python -m pytest -m foreign tests/foreign
 
 lint: $(VENV)/.installed-test  ## Lint and type-check only.
@@ -36,7 +37,7 @@ format: $(VENV)/.installed-test  ## Let ruff fix and format the code.
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environment and caches.
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(NODE) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
@@ -54,3 +55,9 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-foreign: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test,foreign]'
 	touch $@
+
+$(NODE)/.installed: tests/foreign/node/package.json tests/foreign/node/package-lock.json
+	@if command -v node >/dev/null && command -v npm >/dev/null; then \
+	  mkdir -p $(NODE) && cp $^ $(NODE)/ && \
+	  npm ci --prefix $(NODE) --no-audit --no-fund && touch $@; \
+	else echo "no node here: the JavaScript clients will be skipped"; fi

@@ -11,11 +11,11 @@ import pytest
 from tests.e2e.conftest import tiny_model, tiny_server  # noqa: F401 (fixtures)
 
 HERE = Path(__file__).parent
-MISSING = [
-    name
-    for name in ("langchain_openai", "litellm", "lm_eval", "schemathesis")
-    if find_spec(name) is None
-]
+CLIENTS = (
+    *("agents", "httpx_sse", "langchain_openai", "litellm", "llm", "lm_eval", "pydantic_ai"),
+    *("schemathesis", "smolagents"),
+)
+MISSING = [name for name in CLIENTS if find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
