@@ -39,18 +39,20 @@ def rendered(server: Server) -> str:
 class TestPydanticAi:
     @pytest.mark.parametrize("api", ["OpenAIChatModel", "OpenAIResponsesModel"])
     def test_an_agent_answers_streams_and_goes_on(self, server: Server, api: str) -> None:
+        import openai
         from pydantic_ai import Agent
-        from pydantic_ai.models import openai
+        from pydantic_ai.models import openai as models
         from pydantic_ai.providers.openai import OpenAIProvider
 
         async def talk() -> tuple[str, str, str]:
-            provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
-            agent = Agent(getattr(openai, api)(MODEL, provider=provider))
-            first = await agent.run("Hello")
-            second = await agent.run("And?", message_history=first.all_messages())
-            prompt = rendered(server)
-            async with agent.run_stream("Hello") as stream:
-                streamed = [piece async for piece in stream.stream_text(delta=True)]
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+                model = getattr(models, api)
+                agent = Agent(model(MODEL, provider=OpenAIProvider(openai_client=client)))
+                first = await agent.run("Hello")
+                second = await agent.run("And?", message_history=first.all_messages())
+                prompt = rendered(server)
+                async with agent.run_stream("Hello") as stream:
+                    streamed = [piece async for piece in stream.stream_text(delta=True)]
             assert second.usage.output_tokens == len(server.ids(ANSWER)) + 1
             return second.output, "".join(streamed), prompt
 
