@@ -125,7 +125,7 @@ def test_an_unforeseen_error_can_be_read_by_the_page_that_met_it(
         raise KeyError("a secret")
 
     with running_server(ServerConfig(allowed_origins=(PAGE,))) as server, server.http() as http:
-        monkeypatch.setattr(server.engine, "generate", fails)
+        monkeypatch.setattr(server.engine, "begin", fails)
         answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"origin": PAGE})
         bad = http.get("/v1/models", headers={"origin": FRIEND})
     assert answer.status_code == 500
