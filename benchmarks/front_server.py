@@ -24,6 +24,7 @@ from serve.api.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.ipc import Codec
+from serve.http_protocol import HttpProtocol
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -36,7 +37,7 @@ from serve.messages import (
     ToEngine,
     TokenDelta,
 )
-from serve.server import HttpProtocol, spare_the_collector
+from serve.server import spare_the_collector
 from tests.api.scripted import byte_level_tokenizer
 
 WORD = " Hello"
@@ -97,6 +98,9 @@ class CannedEngine:
         message = self._codec.decode(self._step)
         assert isinstance(message, StepOutputs)
         return message
+
+    def seen_at(self) -> float:
+        return time.monotonic()
 
     async def close(self) -> None:
         self._left.clear()

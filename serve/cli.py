@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
@@ -30,6 +29,7 @@ from serve.config import (
 from serve.errors import ConfigError, EngineDead
 from serve.flags import flags
 from serve.plan.settings import PlanConfig
+from serve.settings_file import read_yaml
 from serve.simulate.flags import comparison, simulate
 
 _DESCRIPTION = """An LLM server that speaks OpenAI's API.
@@ -135,13 +135,7 @@ def _merge_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollecti
 
 
 def _read_flags(path: Path) -> dict[str, Any]:
-    try:
-        flags = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path}: is not valid YAML ({reason}).") from error
+    flags = read_yaml(path, "--config")
     if flags is None:
         return {}
     if not isinstance(flags, dict) or not all(isinstance(key, str) for key in flags):

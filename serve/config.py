@@ -22,6 +22,8 @@ from serve.errors import ConfigError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)?", re.ASCII)
 _EXPONENT = {"k": 1, "m": 2, "g": 3, "t": 4}
+MAX_RECEIVE_TIMEOUT_S = 30
+_SECRETS = frozenset({"SERVE_LLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
 
 class Count(int):
@@ -283,12 +285,20 @@ class ServerConfig:
     """Allow a request to bring its own chat template (run in a sandbox)."""
     public_metrics: bool = False
     """Serve /metrics without an API key."""
-    allowed_origins: tuple[str, ...] = ("*",)
-    """Origins whose web pages may call the server (CORS)."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call the server (CORS), such as https://chat.example; * is all
+    of them, though not for the routes that control the server. Default: only pages of its own."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in addresses (the Host header) that are answered; * is all of them. Default: all, but
+    on a loopback address without API keys localhost, 127.0.0.1 and [::1], so that no web page
+    can reach the server under a name of its own."""
     max_request_bytes: int = 4 * 2**20
     """Largest request body; larger ones are refused with 413."""
     max_header_bytes: int = 64 * 2**10
-    """Largest head of a request (its address and headers); larger ones are refused with 431."""
+    """Largest head of a request (its address, headers and trailers); larger ones are refused with
+    431."""
+    max_connections: int = 16384
+    """Most connections open at once; further ones are refused with 503."""
     max_logprobs: int = 20
     """Most alternatives per token that a request may ask for in logprobs."""
     max_answer_entries: int = 2**21
@@ -308,6 +318,15 @@ class ServerConfig:
     """auto: sampling defaults come from the model's generation_config.json."""
     timeout_keep_alive: int = 120
     """Seconds an idle connection stays open; longer than clients' pools keep theirs (about 60)."""
+    timeout_receive: float | None = None
+    """Seconds from a request's first byte to its last; slower ones are refused with 408. Answering
+    has no such limit. Default: timeout-keep-alive, but at most 30."""
+    engine_timeout: float = 20.0
+    """Seconds without a sign of life from the engine's process after which /health and new requests
+    get 503, as long as it owes answers. A slow step is no silence."""
+    step_timeout: float = 600.0
+    """Seconds that the engine may take for a step before it counts as stuck, with the same
+    effect; must exceed the slowest step."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests may still take after SIGTERM."""
     engine_restarts: int = 1
@@ -341,6 +360,12 @@ class ServerConfig:
         _require(0 <= restarts <= 100, "engine-restarts", restarts, "between 0 and 100")
         idle = self.timeout_keep_alive
         _require(idle >= 1, "timeout-keep-alive", idle, "at least 1 second")
+        receive, most = self.timeout_receive, self.max_connections
+        _require(receive is None or receive > 0, "timeout-receive", receive, "above 0 seconds")
+        _require(most >= 1, "max-connections", most, "at least 1")
+        for flag in ("engine_timeout", "step_timeout"):
+            seconds = getattr(self, flag)
+            _require(seconds >= 2, flag.replace("_", "-"), seconds, "at least 2 seconds")
         _require(timeout >= 0, "shutdown-timeout", timeout, "0 or more seconds")
         _require(
             re.fullmatch(r"[A-Za-z_:][A-Za-z0-9_:]*", prefix) is not None,
@@ -348,6 +373,12 @@ class ServerConfig:
             repr(prefix),
             "letters, digits, _ and :, not beginning with a digit",
         )
+
+    def receive_timeout_s(self) -> float:
+        """`timeout_receive`, or what it is by default."""
+        if self.timeout_receive is None:
+            return float(min(self.timeout_keep_alive, MAX_RECEIVE_TIMEOUT_S))
+        return self.timeout_receive
 
     def weight_of(self, client: str) -> float:
         """The share of an API key or user."""
@@ -378,6 +409,11 @@ def let_idle_threads_sleep() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "20000"
+
+
+def engine_environment() -> dict[str, str]:
+    """The environment for the engine's process: ours, without keys that it has no use for."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS}
 
 
 def cache_folder() -> Path:

@@ -13,6 +13,8 @@ ServeError
  │   └─ RequestAborted      499: ended on somebody's request before it was done
  └─ EngineError           our failure (HTTP 5xx)
      ├─ EngineDead          503: the engine process ended
+     │   └─ ShuttingDown      503: it is being ended, with the server
+     ├─ EngineSilent        503: the engine owes answers and shows no life
      └─ StepFailed          500: a step failed; its requests end, the others go on
          └─ OutOfMemory         the device had no memory for it
 """
@@ -85,6 +87,14 @@ class EngineDead(EngineError):
 
 class EngineRestarting(EngineError):
     """The engine process ended and is being started again: requests wait until it is back."""
+
+
+class ShuttingDown(EngineDead):
+    """The server is being stopped: another, or the next one, can do it."""
+
+
+class EngineSilent(EngineError):
+    """The engine has not shown life for too long; it may yet go on."""
 
 
 class StepFailed(EngineError):

@@ -12,12 +12,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve import __version__, logs
 from serve.api.app import create_app
@@ -29,7 +29,9 @@ from serve.engine.placeholder_tokenizer import load_tokenizer
 from serve.engine.process import ProcessClient
 from serve.engine.served_model import read_generation_config
 from serve.engine.succession import Succession
+from serve.engine.vigil import Patience
 from serve.errors import ConfigError
+from serve.http_protocol import HttpLimits, HttpProtocol
 from serve.hub import DEFAULT_MODEL, find_model
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class _Server:
             names=server.served_model_name or (config.model.model or DEFAULT_MODEL.name,),
             generation=read_generation_config(model_path, server.generation_config),
             seed=config.model.seed,
+            patience=Patience(server.engine_timeout, server.step_timeout),
         )
         self._stop = asyncio.Event()
 
@@ -107,15 +110,24 @@ class _Server:
         return _HttpServer(
             uvicorn.Config(
                 create_app(self._engine, self._config, self._metrics),
-                http=HttpProtocol,
-                h11_max_incomplete_event_size=self._config.max_header_bytes,
+                http=self._protocol(),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=self._config.timeout_keep_alive,
-                timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+                timeout_graceful_shutdown=2 * _CLOSE_CONNECTIONS_S,
             )
         )
+
+    def _protocol(self) -> type[asyncio.Protocol]:
+        config = self._config
+        limits = HttpLimits(
+            max_head_bytes=config.max_header_bytes,
+            receive_timeout_s=config.receive_timeout_s(),
+            max_connections=config.max_connections,
+        )
+        return cast("type[asyncio.Protocol]", partial(HttpProtocol, limits=limits))
 
     async def _until_the_end(self) -> int:
         died = asyncio.create_task(self._engine.wait_dead())
@@ -169,59 +181,25 @@ def spare_the_collector() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on a request's head, which it would collect without end, and
-    with errors in the API's form. The limit is the one that uvicorn has for its other parser."""
-
-    def __init__(self, config: uvicorn.Config, *arguments: Any, **settings: Any) -> None:
-        super().__init__(config, *arguments, **settings)
-        self._max_head_bytes = config.h11_max_incomplete_event_size or 2**16
-        self._in_head = False
-        self._num_head_bytes = 0
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes from the client. The first ones of a head are counted once it is complete."""
-        was_in_head = self._in_head
-        super().data_received(data)
-        if was_in_head and self._in_head and not self.transport.is_closing():
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > self._max_head_bytes:
-                self.send_400_response("")
-
-    def on_message_begin(self) -> None:
-        """A head begins."""
-        super().on_message_begin()
-        self._in_head, self._num_head_bytes = True, 0
-
-    def on_headers_complete(self) -> None:
-        """A head is complete. Raises ValueError for a large one, which the parser passes on."""
-        self._num_head_bytes = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
-        if self._num_head_bytes > self._max_head_bytes:
-            raise ValueError("the head is too large")
-        self._in_head = False
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or has too large a head, and hang up."""
-        status, reason, code = "400 Bad Request", msg, "bad_request"
-        if self._num_head_bytes > self._max_head_bytes:
-            status, code = "431 Request Header Fields Too Large", "headers_too_large"
-            reason = f"The address and headers exceed {self._max_head_bytes} bytes."
-        error = {"message": reason, "type": "invalid_request_error", "param": None, "code": code}
-        body = json.dumps({"error": error})
-        self.transport.write(
-            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode("ascii")
-        )
-        self.transport.close()
-
-
 class _HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: ours let running requests finish first."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Give what is written a while to leave, then cut the connections: that ends the tasks
+        behind them in peace (uvicorn would cancel those, and log each one as an error)."""
+        loop = asyncio.get_running_loop()
+        cut = loop.call_later(_CLOSE_CONNECTIONS_S, self._cut_connections)
+        await super().shutdown(sockets)
+        cut.cancel()
+
+    def _cut_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, HttpProtocol)
+            connection.abort()
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -37,13 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {"kv_cache"},
     "worker": {"models", "kernels", "kv_cache.storage", "kv_cache.block_copy", "scheduler.output"},
     "engine": {"scheduler", "kv_cache", "worker", "models", "kernels", "hub", "logs"},
-    "api": {"engine"},
+    "settings_file": set(),
+    "http_protocol": set(),
+    "api": {"engine", "settings_file"},
     "llm": {"engine", "hub"},
-    "server": {"api", "engine", "hub", "logs"},
+    "server": {"http_protocol", "api", "engine", "hub", "logs"},
     "bench": {"llm", "flags"},
     "simulate": {"flags", "engine", "worker.executor", "worker.cache_size", "scheduler.output"},
     "plan": {"models", "worker", "hub"},
-    "cli": {"server", "bench", "simulate", "plan", "flags"},
+    "cli": {"server", "bench", "simulate", "plan", "flags", "settings_file"},
 }
 
 # Third-party (or standard) modules that may be imported only in these parts or modules.
@@ -53,10 +55,11 @@ ONLY_IN: dict[str, set[str]] = {
     "starlette": {"api"},
     "prometheus_client": {"api"},
     "pydantic": {"api"},
-    "uvicorn": {"server"},
+    "uvicorn": {"server", "http_protocol"},
+    "httptools": {"http_protocol", "bench"},
     "uvloop": {"server", "bench"},
     "cyclopts": {"cli", "flags", "bench", "simulate.flags"},
-    "yaml": {"cli", "api.limits_file"},
+    "yaml": {"settings_file"},
     "zmq": {"engine.ipc", "engine.process"},
     "msgspec": {"engine.ipc", "engine.process"},
     "huggingface_hub": {"hub"},
@@ -294,7 +297,7 @@ def test_the_core_imports_without_the_server_packages() -> None:
     """Offline use and the GPU checks run where only torch and transformers are installed."""
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
-    server_side = {"api", "bench", "cli", "flags", "server"}
+    server_side = {"api", "bench", "cli", "flags", "http_protocol", "server"}
     lazily_imported = {"engine.ipc", "engine.process", "simulate.flags"}
     core = [
         f"serve.{name}".removesuffix(".__init__")

@@ -85,6 +85,10 @@ def test_context_length_is_auto_or_a_size() -> None:
         (lambda: ServerConfig(port=65536), "--port"),
         (lambda: ServerConfig(shutdown_timeout=-1.0), "--shutdown-timeout"),
         (lambda: ServerConfig(timeout_keep_alive=0), "--timeout-keep-alive"),
+        (lambda: ServerConfig(timeout_receive=0), "--timeout-receive"),
+        (lambda: ServerConfig(max_connections=0), "--max-connections"),
+        (lambda: ServerConfig(engine_timeout=1), "--engine-timeout"),
+        (lambda: ServerConfig(step_timeout=0), "--step-timeout"),
         (lambda: ServerConfig(metrics_prefix="9-"), "--metrics-prefix"),
     ],
 )

@@ -14,9 +14,11 @@ from serve.api.client_limits import ClientLimits
 from serve.api.completions import completion_routes
 from serve.api.control import control_routes
 from serve.api.errors import install_error_handlers
+from serve.api.head import HeadAsGet
 from serve.api.limits_file import read_limits
 from serve.api.metrics import Metrics
 from serve.api.openapi import describe_bodies
+from serve.api.origins import HostGuard, OriginGuard, allowed_hosts
 from serve.api.prefix_cache import prefix_cache_routes
 from serve.api.protocol.anthropic import CountTokensRequest, MessagesRequest
 from serve.api.protocol.chat import ChatCompletionRequest
@@ -74,16 +76,22 @@ def create_app(engine: AsyncEngine, config: ServerConfig, metrics: Metrics) -> F
 
 
 def _surround(app: FastAPI, config: ServerConfig) -> None:
-    """Middleware, innermost first: a preflight meets CORS before it meets the key guard."""
+    """Middleware, innermost first: a preflight meets CORS before it meets the guards."""
+    app.add_middleware(HeadAsGet)
     if config.api_key:
         open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
         app.add_middleware(ApiKeyGuard, keys=config.api_key, open_paths=open_paths)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(config.allowed_origins),
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "request-id", "retry-after"],
-    )
+    app.add_middleware(OriginGuard, allowed=config.allowed_origins)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    hosts = allowed_hosts(config)
+    if hosts is not None:
+        app.add_middleware(HostGuard, allowed=hosts)
     app.add_middleware(AnthropicErrors)  # around whatever may refuse
     app.add_middleware(RequestIds)

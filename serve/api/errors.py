@@ -29,6 +29,7 @@ from serve.errors import (
     EngineDead,
     EngineError,
     EngineRestarting,
+    EngineSilent,
     InvalidRequest,
     ModelNotFound,
     PromptTooLong,
@@ -37,6 +38,7 @@ from serve.errors import (
     RateLimited,
     RequestAborted,
     RequestError,
+    ShuttingDown,
     StepFailed,
 )
 
@@ -87,6 +89,14 @@ class Unauthorized(RequestError):
     """The API key is missing or wrong."""
 
 
+class ForeignOrigin(RequestError):
+    """A web page of another origin, which may not use the server."""
+
+
+class ForeignHost(RequestError):
+    """The request was sent to a name that is not the server's."""
+
+
 class BodyTooLarge(RequestError):
     """The request body exceeds the server's limit."""
 
@@ -118,6 +128,8 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         InvalidJson: ErrorKind(400, _INVALID, "invalid_json"),
         PromptTooLong: ErrorKind(400, _INVALID, "context_length_exceeded"),
         Unauthorized: ErrorKind(401, "authentication_error", "invalid_api_key"),
+        ForeignOrigin: ErrorKind(403, "permission_error", "origin_not_allowed"),
+        ForeignHost: ErrorKind(403, "permission_error", "host_not_allowed"),
         ModelNotFound: ErrorKind(404, _INVALID, "model_not_found"),
         NoSuchRoute: ErrorKind(404, _INVALID, "unknown_url"),
         NotStored: ErrorKind(404, _INVALID, "response_not_found"),
@@ -137,6 +149,8 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         StepFailed: ErrorKind(500, _SERVER, "step_failed"),
         EngineDead: ErrorKind(503, _SERVER, "engine_dead"),
         EngineRestarting: ErrorKind(503, _SERVER, "engine_restarting"),
+        ShuttingDown: ErrorKind(503, _SERVER, "shutting_down"),
+        EngineSilent: ErrorKind(503, _SERVER, "engine_not_responding"),
         EngineError: ErrorKind(500, _SERVER, "engine_error"),
         Exception: ErrorKind(500, _SERVER, "internal_error"),
     }
@@ -175,7 +189,7 @@ def error_headers(error: Exception) -> dict[str, str]:
     headers = {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    if isinstance(error, (EngineDead, EngineRestarting)):
+    if isinstance(error, EngineDead | EngineRestarting | EngineSilent):
         headers["Retry-After"] = str(RESTART_TIME_S)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from serve.api.clients import Client
+from serve.api.errors import error_kind
 from serve.api.field_names import fields_named
 from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
 from serve.api.request_size import RequestSize, check_size
@@ -19,9 +20,10 @@ from serve.engine.outputs import RequestOutput
 from serve.engine.public_ids import answer_ids, choice_label
 from serve.errors import (
     DeadlinePassed,
-    EngineDead,
     QueuedTooLong,
     QueueFull,
+    ServeError,
+    ShuttingDown,
     StepFailed,
 )
 from serve.messages import FinishReason, RequestTimes
@@ -116,6 +118,7 @@ class Outputs:
         self._unfinished = len(streams)
         self._started_at = time.monotonic()
         self._closed = False
+        self._failure: ServeError | None = None
         self.tally = Tally(
             generated=[0] * len(streams),
             cached=[0] * len(streams),
@@ -123,7 +126,7 @@ class Outputs:
             n=job.n,
         )
         self._lease = service.limits.enter(
-            job.client, job.num_choices, self.tally.num_prompt_tokens
+            job.client, job.num_choices, self.tally.num_prompt_tokens, job.sampling.max_tokens
         )
         service.open_requests.members.add(self)
 
@@ -135,17 +138,21 @@ class Outputs:
         """The next output of whichever choice has one."""
         if self._unfinished == 0:
             raise StopAsyncIteration
-        if self._merged is None:
-            index, output = 0, await anext(self._alone)
-        else:
-            index, output = await anext(self._merged)
-        self.tally.generated[index] = output.num_generated_tokens
-        self.tally.cached[index] = output.num_cached_tokens
-        if output.finish_reason is not None:
-            self._unfinished -= 1
-            if output.times is not None:
-                self.tally.times.append(output.times)
-            _raise_failure(output)
+        try:
+            if self._merged is None:
+                index, output = 0, await anext(self._alone)
+            else:
+                index, output = await anext(self._merged)
+            self.tally.generated[index] = output.num_generated_tokens
+            self.tally.cached[index] = output.num_cached_tokens
+            if output.finish_reason is not None:
+                self._unfinished -= 1
+                if output.times is not None:
+                    self.tally.times.append(output.times)
+                _raise_failure(output)
+        except ServeError as error:
+            self._failure = error
+            raise
         return index, output
 
     def goes_by(self, request_id: str) -> bool:
@@ -170,9 +177,15 @@ class Outputs:
                 self._job.label,
                 self.tally.num_prompt_tokens,
                 sum(self.tally.generated),
-                "cut short" if self._unfinished else "done",
+                self._ending(),
                 time.monotonic() - self._started_at,
             )
+
+    def _ending(self) -> str:
+        """How it ended, for the log."""
+        if self._failure is not None:
+            return f"failed ({error_kind(self._failure).code})"
+        return "cut short" if self._unfinished else "done"
 
     def _leader_of(self, index: int) -> int:
         """The choice whose first output this one waits for; itself if it need not wait.
@@ -253,4 +266,4 @@ def _raise_failure(output: RequestOutput) -> None:
     if output.finish_reason is FinishReason.ERROR:
         raise StepFailed(output.error or "The engine failed while working on this request.")
     if output.finish_reason is FinishReason.ABORT:
-        raise EngineDead("The server ended this request because it is shutting down.")
+        raise ShuttingDown("The server ended this request because it is shutting down.")

@@ -3,7 +3,7 @@
     default:                      # for clients that are not named; all fields are optional
       max_concurrent: 8           # generations at once
       tokens_per_minute: 60000    # prompt and generated tokens
-    clients:                      # by API key if the server has several, else by the field user
+    clients:                      # API keys, or values of the field user (see below)
       sk-team-a:
         name: team-a              # what messages and metrics call it
         max_concurrent: 32
@@ -11,6 +11,15 @@
 
 Limits say what is refused, weights who goes first among what is not: they do not touch each other.
 A named client takes from `default` what its entry leaves out.
+
+Whose limits: those of the API key, whatever `user` a request gives. Only with a single key that is
+not named itself, a `user` that is named has its own. Without keys each `user` has its own; clients
+choose it themselves, so that holds friends to their shares, and no stranger to anything.
+
+`tokens_per_minute` is charged when a request comes: its prompt, and for each completion its
+`max_tokens`, or if it gives none what the client's completions had of late. What was not generated
+is given back at the end. A request is let in while anything is left, if need be on credit, so that
+none is too large for ever.
 """
 
 from __future__ import annotations
@@ -19,11 +28,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from serve.config import ServerConfig
 from serve.errors import ConfigError
+from serve.settings_file import read_yaml
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -38,6 +47,12 @@ class ClientEntry(BaseModel):
     requests_per_minute: _Rate | None = None
     tokens_per_minute: _Rate | None = None
     weight: _Rate | None = None
+
+    @property
+    def limits_anything(self) -> bool:
+        """Whether there is any limit to hold a client to."""
+        limits = (self.max_concurrent, self.requests_per_minute, self.tokens_per_minute)
+        return any(limit is not None for limit in limits)
 
 
 class LimitsFile(BaseModel):
@@ -61,13 +76,9 @@ def read_limits(config: ServerConfig) -> LimitsFile:
     if config.limits_file is None:
         return LimitsFile()
     path = Path(config.limits_file).expanduser()
+    content = read_yaml(path, "--limits-file")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         limits = LimitsFile.model_validate({} if content is None else content)
-    except OSError as error:
-        raise ConfigError(f"--limits-file {path} cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--limits-file {path} is not YAML: {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"])) or "the file"

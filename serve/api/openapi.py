@@ -19,6 +19,7 @@ ERROR_RESPONSES: Mapping[int | str, dict[str, Any]] = MappingProxyType(
         for status, description in {
             400: "The request is wrong; `param` names the field.",
             401: "The API key is missing or wrong.",
+            403: "A web page of another origin, or another host name, that is not allowed.",
             404: "No such model.",
             413: "The body is too large.",
             415: "The body is not JSON.",

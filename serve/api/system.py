@@ -9,7 +9,7 @@ from serve import __version__
 from serve.api.openapi import ERROR_RESPONSES
 from serve.api.protocol.models import Health, Load, ModelCard, ModelList, Version
 from serve.api.service import Service
-from serve.errors import EngineDead, EngineRestarting
+from serve.errors import EngineRestarting
 
 
 def system_routes(service: Service) -> APIRouter:
@@ -59,10 +59,8 @@ def system_routes(service: Service) -> APIRouter:
 
 
 def _health(service: Service) -> Health:
-    """Alive while requests that come now will be answered. Raises EngineDead."""
-    reason = service.engine.dead_reason
-    if reason is not None:
-        raise EngineDead(f"The engine has ended: {reason}")
+    """Alive while requests that come now will be answered. Raises EngineDead, EngineSilent."""
+    service.engine.check_health()
     return Health(status="restarting" if service.engine.is_restarting else "ok")
 
 

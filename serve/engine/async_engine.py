@@ -27,7 +27,8 @@ from serve.engine.request_limits import check_priority, resolve_sampling, with_s
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.tokenizer import Tokenizer
-from serve.errors import EngineDead, RequestAborted, ServeError
+from serve.engine.vigil import Patience, Vigil
+from serve.errors import EngineDead, RequestAborted, ServeError, ShuttingDown
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -67,6 +68,7 @@ class AsyncEngine:
         names: tuple[str, ...] = ("default",),
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         seed: int = 0,
+        patience: Patience = Patience(),  # noqa: B008 (frozen)
     ) -> None:
         self.tokenizer = tokenizer
         self.dead_reason: str | None = None
@@ -79,6 +81,7 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._expecting: dict[str, RequestStream] = {}  # the engine still owes these deltas
         self._calls = ControlCalls(client)
+        self._vigil = Vigil(patience, client.seen_at)
         self._num_readers = 0
         self._no_readers = asyncio.Event()
         self._no_readers.set()
@@ -112,7 +115,7 @@ class AsyncEngine:
         continues_prompt: bool = True,
     ) -> Prepared:
         """Check a request and work out what all choices of its prompt share. What can never be
-        answered is refused here (PromptTooLong, InvalidRequest, EngineDead).
+        answered is refused here (PromptTooLong, InvalidRequest, EngineDead, EngineSilent).
 
         `continues_prompt`: the text goes on from the prompt's (a completion); otherwise it stands
         alone (a chat answer).
@@ -183,10 +186,10 @@ class AsyncEngine:
     async def control(self, name: str, /, **args: Any) -> Any:
         """Ask the engine to show or change something (see `controls`); its answer.
 
-        Raises InvalidRequest for what it refuses, EngineDead when it is dead or dies meanwhile.
+        Raises InvalidRequest for what it refuses, QueueFull when too much is asked at once,
+        EngineDead when it is dead or dies meanwhile.
         """
-        if self.dead_reason is not None:
-            raise EngineDead(self.dead_reason)
+        self._check_alive()
         return await self._calls.ask(name, args)
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +201,11 @@ class AsyncEngine:
         policy = settings["scheduling_policy"]
         self.ready = replace(self.ready, scheduling_policy=policy)
         return settings
+
+    def check_health(self) -> None:
+        """Raises EngineDead or EngineSilent unless the engine lives and does its work."""
+        self._check_alive()
+        self._check_vigil()
 
     async def wait_dead(self) -> str:
         """Wait until the engine is dead; the reason."""
@@ -219,12 +227,13 @@ class AsyncEngine:
             await self._no_readers.wait()
 
     async def close(self) -> None:
-        """Stop the engine. Requests that still run get EngineDead."""
+        """Stop the engine. Requests that still run get ShuttingDown."""
         tasks = self._restoring if self._pump_task is None else [*self._restoring, self._pump_task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.dead_reason is None:
+            self._draining = True
             self._die("the server is shutting down.")
         await self._client.close()
         self.tokenizer.close()
@@ -232,8 +241,9 @@ class AsyncEngine:
     async def _read(
         self, request: AddRequest, stream: RequestStream
     ) -> AsyncGenerator[RequestOutput, None]:
-        if self.dead_reason is not None:
-            raise EngineDead(self.dead_reason)
+        self._check_alive()
+        if not self._expecting:
+            self._vigil.begins_to_owe()
         self._expecting[request.request_id] = stream
         self._num_readers += 1
         self._no_readers.clear()
@@ -252,10 +262,21 @@ class AsyncEngine:
                 self._no_readers.set()
 
     def _check_open(self) -> None:
-        if self.dead_reason is not None:
-            raise EngineDead(self.dead_reason)
+        self._check_alive()
         if self._draining:
-            raise EngineDead("The server is shutting down and takes no new requests.")
+            raise ShuttingDown("The server is shutting down and takes no new requests.")
+        self._check_vigil()
+
+    def _check_vigil(self) -> None:
+        if not self.is_restarting:  # then nothing can be heard
+            self._vigil.check(owes=bool(self._expecting))
+
+    def _check_alive(self) -> None:
+        if self.dead_reason is not None:
+            raise self._death(self.dead_reason)
+
+    def _death(self, reason: str) -> EngineDead:
+        return ShuttingDown(reason) if self._draining else EngineDead(reason)
 
     async def _pump(self) -> None:
         """Feed the streams until the engine dies."""
@@ -300,6 +321,7 @@ class AsyncEngine:
         """Set a new engine up as the last one was, and move every open stream to it."""
         self.ready = replace(ready, scheduling_policy=self.ready.scheduling_policy)
         self.is_restarting = False
+        self._vigil.heard()
         self._observer.engine_restarted()
         repeated = self._calls.repeat()
         for stream in self._expecting.values():  # in the order of their arrival
@@ -322,6 +344,7 @@ class AsyncEngine:
                 logger.warning("%s could not be repeated after the restart: %s", name, error)
 
     def _distribute(self, outputs: StepOutputs) -> None:
+        self._vigil.heard()
         self._observer.stepped(outputs.stats)
         for delta in outputs.deltas:
             stream = self._expecting.get(delta.request_id)
@@ -353,9 +376,9 @@ class AsyncEngine:
         self.dead_reason = reason
         self.is_restarting = False
         self._dead.set()
-        self._calls.fail(reason)
+        self._calls.fail(self._death(reason))
         orphans, self._expecting = self._expecting, {}
         now = time.monotonic()
         for stream in orphans.values():
-            stream.fail(EngineDead(reason))
+            stream.fail(self._death(reason))
             self._observer.request_finished(stream.finished(FinishReason.ERROR, now))

@@ -22,5 +22,8 @@ class EngineClient(Protocol):
     async def receive(self) -> FromEngine:
         """The next message. After the engine's death: EngineDied, at once and every time."""
 
+    def seen_at(self) -> float:
+        """When the engine last showed that it lives, if only by a word (`time.monotonic`)."""
+
     async def close(self) -> None:
         """Stop the engine if it still runs, and release everything. No process outlives this."""

@@ -8,8 +8,11 @@ from typing import Any
 
 from serve.engine.client import EngineClient
 from serve.engine.setup import EngineSetup
-from serve.errors import EngineDead, InvalidRequest
+from serve.errors import EngineDead, InvalidRequest, QueueFull
 from serve.messages import Control, ControlResult
+
+MAX_OPEN = 256
+"""Calls that may be open; a slow or silent engine must not let them pile up."""
 
 Answer = asyncio.Future[ControlResult]
 
@@ -24,8 +27,14 @@ class ControlCalls:
         self._setup = EngineSetup()
 
     async def ask(self, name: str, args: dict[str, Any]) -> Any:
-        """The engine's answer. Raises InvalidRequest for what it refuses, EngineDead when it dies
-        meanwhile and no other engine follows."""
+        """The engine's answer. Raises InvalidRequest for what it refuses, QueueFull when too many
+        are open already, EngineDead when it dies meanwhile and no other engine follows."""
+        if len(self._open) >= MAX_OPEN:
+            raise QueueFull(
+                f"{len(self._open)} questions to the engine wait for their answers. Try again "
+                "later.",
+                retry_after_s=1.0,
+            )
         answer = value_of(await self._send(name, args))
         self._setup.note(name, args, answer)
         return answer
@@ -45,12 +54,12 @@ class ControlCalls:
             self._client.send(call)
         return repeated
 
-    def fail(self, reason: str) -> None:
+    def fail(self, death: EngineDead) -> None:
         """No more answers will come."""
         waiting, self._open = self._open, {}
         for _, answer in waiting.values():
             if not answer.done():
-                answer.set_exception(EngineDead(reason))
+                answer.set_exception(type(death)(*death.args))
 
     def _send(self, name: str, args: dict[str, Any]) -> Answer:
         call = Control(next(self._ids), name, args)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from serve import logs
 from serve.config import EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.engine.vigil import HEARTBEAT_S
 from serve.errors import ConfigError
 from serve.messages import EngineDied, EngineReady
 
@@ -74,11 +77,24 @@ def _leave_signals_to_the_front() -> None:
 
 
 def _end_with_the_front(lifeline: int) -> None:
-    """The front holds the other end of this pipe and never writes: an end of file is its death,
-    however it died."""
+    """The front holds the other end of this pair and never writes: an end of file is its death,
+    however it died. Now and then it is told that we live; it need not listen."""
+    front = socket.socket(fileno=lifeline)
+    front.settimeout(HEARTBEAT_S)
 
     def wait() -> None:
-        os.read(lifeline, 1)
+        with suppress(OSError):
+            while _is_there(front):
+                with suppress(TimeoutError):
+                    front.send(b"\0")
         os._exit(1)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _is_there(front: socket.socket) -> bool:
+    """Wait for a heartbeat's time; False as soon as the front is gone."""
+    try:
+        return front.recv(1) != b""
+    except TimeoutError:
+        return True

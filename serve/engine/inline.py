@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -50,6 +51,10 @@ class InlineClient:
                 self._sent.clear()
                 await self._sent.wait()
         return self._mail.from_engine.popleft()
+
+    def seen_at(self) -> float:
+        """Now: whoever asks is the engine."""
+        return time.monotonic()
 
     async def close(self) -> None:
         """Free the device."""

@@ -7,6 +7,7 @@ Neither side ever waits for the other to read: what is sent is kept until it is 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -79,22 +80,30 @@ class Codec:
 
 
 class FrontSocket:
-    """The front's end, on its event loop. Owns the socket's folder, which only we may enter."""
+    """The front's end, on its event loop.
+
+    The socket's name is gone as soon as it is bound, so that nothing is left behind if we are
+    killed, and nobody finds it: the engine connects by `address_fd`, which it must inherit.
+    """
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="serve-llm-"))  # mode 0700
-        self.address = f"ipc://{self._folder / 'engine'}"
         self._codec = Codec()
         self._context = zmq.asyncio.Context()
         self._socket = _unbounded(self._context.socket(zmq.PAIR))
+        folder = Path(tempfile.mkdtemp(prefix="serve-llm-"))  # mode 0700
         try:
-            self._socket.bind(self.address)
+            self._socket.bind(f"ipc://{folder / 'engine'}")
+            self.address_fd = os.open(folder / "engine", os.O_PATH)
         except zmq.ZMQError as error:
-            self.close()
+            self._context.destroy(linger=0)
             raise ConfigError(
-                f"No socket could be made at {self.address} ({error}); set TMPDIR to a folder "
-                "with a short path that can be written."
+                f"No socket could be made in {folder} ({error}); set TMPDIR to a folder with a "
+                "short path that can be written."
             ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.address = f"ipc:///proc/self/fd/{self.address_fd}"
+        self._has_address = True
 
     def send(self, message: Message) -> None:
         """Queue a message, also while the engine has not connected yet."""
@@ -107,9 +116,10 @@ class FrontSocket:
         return message
 
     def forget_address(self) -> None:
-        """Remove the folder once the engine has connected: the connection needs no name, and
-        nothing is left behind if we are killed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """The engine has connected: no other can."""
+        if self._has_address:
+            os.close(self.address_fd)
+            self._has_address = False
 
     def close(self) -> None:
         """Drop what was not sent."""

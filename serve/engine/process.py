@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
+import socket
 import sys
+import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
 from pathlib import Path
 
 from serve import logs
-from serve.config import EngineConfig
+from serve.config import EngineConfig, engine_environment
 from serve.engine.ipc import FrontSocket, Launch
+from serve.engine.vigil import HEARTBEAT_S
 from serve.errors import ConfigError, EngineDead
 from serve.messages import EngineDied, EngineReady, FromEngine, Shutdown, ToEngine
 
@@ -46,7 +48,8 @@ class ProcessClient:
         saves = config.cache.prefix_cache_file is not None
         self._stop_within_s = STOP_WITHIN_S + (SAVE_WITHIN_S if saves else 0)
         self._socket: FrontSocket | None = None
-        self._lifeline: int | None = None
+        self._lifeline: socket.socket | None = None
+        self._seen_at = time.monotonic()
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
@@ -62,17 +65,18 @@ class ProcessClient:
         """Start the process and wait until the model is loaded."""
         self._socket = FrontSocket()
         self._socket.send(self._launch)
-        child_end, self._lifeline = os.pipe()
-        try:
+        self._lifeline, child_end = socket.socketpair()
+        self._lifeline.setblocking(False)
+        with child_end:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 self._socket.address,
-                str(child_end),
+                str(child_end.fileno()),
                 stdin=DEVNULL,
-                pass_fds=(child_end,),
+                pass_fds=(child_end.fileno(), self._socket.address_fd),
+                env=engine_environment(),
             )
-        finally:
-            os.close(child_end)
+        asyncio.get_running_loop().add_reader(self._lifeline, self._note_life)
         self._tasks = [
             asyncio.create_task(self._read_messages(self._socket), name="engine-messages"),
             asyncio.create_task(self._watch_process(self._process), name="engine-watch"),
@@ -81,6 +85,7 @@ class ProcessClient:
             case EngineReady() as ready:
                 self._is_ready = True
                 self._socket.forget_address()
+                self._note_life()
                 return ready
             case EngineDied(reason, is_config_error=True):
                 raise ConfigError(reason)
@@ -103,6 +108,12 @@ class ProcessClient:
             self._death = message
         return self._death
 
+    def seen_at(self) -> float:
+        """When the process last sent something; a look is taken, if the loop had no time to."""
+        if time.monotonic() - self._seen_at > 2 * HEARTBEAT_S:
+            self._note_life()
+        return self._seen_at
+
     async def close(self) -> None:
         """End the process, by force if it takes too long, and free what it was reached by."""
         try:
@@ -116,7 +127,8 @@ class ProcessClient:
                 self._socket.close()
                 self._socket = None
             if self._lifeline is not None:
-                os.close(self._lifeline)
+                asyncio.get_running_loop().remove_reader(self._lifeline)
+                self._lifeline.close()
                 self._lifeline = None
             if self._death is None:
                 self._death = EngineDied("the engine was closed.")
@@ -133,10 +145,23 @@ class ProcessClient:
                 process.kill()
         await process.wait()
 
-    async def _read_messages(self, socket: FrontSocket) -> None:
+    def _note_life(self) -> None:
+        """Take in what the process's heartbeat left."""
+        assert self._lifeline is not None
+        try:
+            if self._lifeline.recv(4096):
+                self._seen_at = time.monotonic()
+                return
+        except BlockingIOError:
+            return
+        except OSError:  # its end, which `_watch_process` tells
+            pass
+        asyncio.get_running_loop().remove_reader(self._lifeline)
+
+    async def _read_messages(self, channel: FrontSocket) -> None:
         try:
             while True:
-                self._messages.put_nowait(await socket.receive())
+                self._messages.put_nowait(await channel.receive())
         except Exception as error:
             logger.exception("the engine's messages cannot be read")
             self._messages.put_nowait(EngineDied(f"the engine's messages cannot be read: {error}"))

@@ -70,6 +70,10 @@ class Succession:
             case message:
                 return message
 
+    def seen_at(self) -> float:
+        """When the engine last showed life; now, while the next one is on its way."""
+        return time.monotonic() if self._lost is not None else self._client.seen_at()
+
     async def close(self) -> None:
         """End the engine that there is."""
         await self._client.close()

@@ -2,7 +2,7 @@
 
 The format, one object per line, told apart by `type`; all times in seconds of one clock:
 
-engine: what the engine was started with; the first line of a file.
+engine: what the engine was started with; the first line of a run. Runs follow one another.
 step: its number, `began`, seconds per phase, its load by kind, queue lengths and pool use after it
   was planned, and who was in it with a chunk, was admitted, or was preempted.
 request: one request's history, written at its end. `hash_ids` stand for its prompt's full blocks:
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from serve.engine.step_log import EndedRequest, StepLog, StepRecord
 from serve.errors import ConfigError
@@ -31,16 +32,20 @@ Line = dict[str, Any]
 
 
 class TraceFile:
-    """An open trace. A disk that fills up ends the trace, not the engine."""
+    """An open trace, after what is in its file already; a new file is for us alone. A disk that
+    fills up ends the trace, not the engine."""
 
     def __init__(self, path: Path, scheduler: Scheduler) -> None:
         """Raises ConfigError when the file cannot be written."""
         try:
-            self._file: TextIO | None = path.open("w", encoding="utf-8")
+            cut_short = _is_cut_short(path)
+            self._file: BinaryIO | None = open(path, "ab", opener=_for_us_alone)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
                 f"--trace-file {path} cannot be written ({error.strerror})."
             ) from error
+        if cut_short:
+            self._write_text("\n")
         self._block_size = scheduler.kv.block_size
         self._write(engine_line(scheduler))
 
@@ -61,17 +66,34 @@ class TraceFile:
             self._file = None
 
     def _write(self, line: Line) -> None:
+        self._write_text(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def _write_text(self, text: str) -> None:
         """At once, so that what has happened is in the file even if we are killed."""
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.write(text.encode())
             self._file.flush()
         except OSError as error:
             logger.error("the trace ends here: %s", error)
             with suppress(OSError):  # what could not be written cannot be written now either
                 self._file.close()
             self._file = None
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    """A trace tells who asked for how much, and which prompts were alike."""
+    return os.open(path, flags, 0o600)
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether a file's last line has no end, because the disk was full or the machine went down."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def trace_lines(log: StepLog, scheduler: Scheduler) -> list[Line]:

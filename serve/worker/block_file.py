@@ -57,7 +57,7 @@ class BlockFile:
         self._synchronize()
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
-            with unfinished.open("wb") as file:
+            with open(unfinished, "wb", opener=_for_us_alone) as file:
                 size = _write(file, self._storage, hashes, block_ids, self._identity)
                 file.flush()
                 os.fsync(file.fileno())
@@ -94,6 +94,11 @@ class BlockFile:
                 chosen = _as_bytes(saved[:, : len(block_ids)]).to(layer.device)
                 _as_bytes(layer)[:, list(block_ids)] = chosen
         self._synchronize()
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    """What clients said can be read from their keys and values."""
+    return os.open(path, flags, 0o600)
 
 
 def _layers(storage: KVStorage) -> Iterator[tuple[str, Tensor]]:

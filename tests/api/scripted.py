@@ -94,6 +94,7 @@ class ScriptedClient:
     max_model_len: int = 512
     num_blocks: int = 64
     scheduling_policy: str = "fcfs"
+    silent_s: float = 0.0  # since it last showed life
     received: list[ToEngine] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,6 +140,9 @@ class ScriptedClient:
                 deltas = [self._advance(entry) for entry in movable]
                 return StepOutputs(deltas, self._stats(len(movable)), time.monotonic())
             await self._news.wait()
+
+    def seen_at(self) -> float:
+        return time.monotonic() - self.silent_s
 
     async def close(self) -> None:
         self.die("closed")

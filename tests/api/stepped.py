@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ class SteppedClient:
                 self._news.clear()
                 await self._news.wait()
         return self._from_engine.popleft()
+
+    def seen_at(self) -> float:
+        return time.monotonic()
 
     async def close(self) -> None:
         self.die("closed")

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.api.client_limits import MAX_IDLE_CLIENTS, ClientLimits
+from serve.api import client_limits
+from serve.api.client_limits import MAX_STRANGERS, SWEEP_INTERVAL_S, ClientLimits
 from serve.api.clients import Client
 from serve.api.limits_file import ClientEntry, LimitsFile, read_limits
 from serve.config import ServerConfig
@@ -59,12 +60,24 @@ def test_without_a_file_or_in_an_empty_one_there_are_no_limits(tmp_path: Path) -
         ("keys: {}", r"keys: Extra"),
         ("clients: [a]", r"clients"),
         ("- a", r"the file"),
-        ("a: [", r"not YAML"),
+        ("a: [", r"not valid YAML"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_field(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=rf"limits\.yaml.*{complaint}"):
         read_limits(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 20_000, "{a: " * 20_000, "default: 2024-99-99", "a: !!int ''", "? {a: b}\n: c",
+     "a: !!bool x", "a: !!timestamp x", "a: \x00", "1" * 10_000, "a: *b"],
+)  # fmt: skip
+def test_sec_51_a_file_that_is_no_yaml_is_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"limits\.yaml") as refusal:
+        read_limits(written(tmp_path, text))
+    assert len(str(refusal.value)) < 500
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
@@ -91,7 +104,8 @@ class Door:
 
 
 def client(name: str = "a", **limits: float) -> Client:
-    return Client(name, label=name.upper(), limits=ClientEntry(**limits))  # type: ignore[arg-type]
+    entry = ClientEntry(**limits)  # type: ignore[arg-type]
+    return Client(name, label=name.upper(), limits=entry, account=name, is_known=False)
 
 
 def test_generations_beyond_the_limit_are_refused_until_one_ends() -> None:
@@ -128,6 +142,33 @@ def test_tokens_are_owed_and_the_refusal_says_until_when() -> None:
     door.limits.enter(one, 1, 1)
 
 
+def test_what_a_request_may_generate_is_charged_when_it_comes() -> None:
+    """Or any number could be let in at once, before the first of them has ended."""
+    door, one = Door(), client(tokens_per_minute=100)
+    leases = [door.limits.enter(one, 2, 10, max_tokens=20) for _ in range(2)]  # all there is
+    with pytest.raises(RateLimited, match="used up if what runs generates all it may") as refusal:
+        door.limits.enter(one, 1, 1, max_tokens=1)
+    assert refusal.value.retry_after_s == 1
+    door.limits.leave(leases[0], 1)  # 39 tokens come back
+    for _ in range(2):  # 20 of them each
+        door.limits.leave(door.limits.enter(one, 1, 10, max_tokens=100), 10)
+    door.limits.leave(leases[1], 40)
+    with pytest.raises(RateLimited, match=r"it is used up\. Try again in 2 s"):
+        door.limits.enter(one, 1, 1, max_tokens=1)
+    door.clock.advance(60)
+    door.limits.enter(one, 1, 100_000, max_tokens=100_000)  # nothing is too large for ever
+
+
+def test_without_max_tokens_the_charge_is_what_it_generated_of_late() -> None:
+    door, one = Door(), client(tokens_per_minute=100)
+    door.limits.leave(door.limits.enter(one, 1, 10), 30)
+    door.clock.advance(60)
+    for _ in range(3):  # 40 each
+        door.limits.enter(one, 1, 10)
+    with pytest.raises(RateLimited):
+        door.limits.enter(one, 1, 10)
+
+
 def test_requests_are_counted_even_if_they_are_small() -> None:
     door, one = Door(), client(requests_per_minute=2)
     for _ in range(2):
@@ -146,26 +187,65 @@ def test_nobody_uses_more_than_the_rate_and_one_request(
     began = door.clock.now
     for pause, num_prompt, num_generated in requests:
         door.clock.advance(pause)
+        may_generate = None if num_generated % 3 else num_generated + 5
         try:
-            lease = door.limits.enter(one, 1, num_prompt)
+            lease = door.limits.enter(one, 1, num_prompt, may_generate)
         except RateLimited as refusal:
             door.clock.advance(refusal.retry_after_s)  # what it says is enough
-            lease = door.limits.enter(one, 1, num_prompt)
+            lease = door.limits.enter(one, 1, num_prompt, may_generate)
         door.limits.leave(lease, num_generated)
         used += num_prompt + num_generated
         largest = max(largest, num_prompt + num_generated)
         assert used <= 120 + 2 * (door.clock.now - began) + largest + 1e-6
 
 
-def test_settled_clients_are_forgotten_when_there_are_many() -> None:
-    door = Door()
+def test_sec_50_strangers_who_owe_nothing_are_forgotten_and_no_more_are_kept_than_so_many() -> None:
+    door, sweeps = Door(), 0
     owing = client("owing", tokens_per_minute=60)
-    door.limits.leave(door.limits.enter(owing, 1, 10_000), 0)
-    for number in range(3 * MAX_IDLE_CLIENTS):
-        door.limits.leave(door.limits.enter(client(f"c{number}"), 1, 1), 1)
-    assert len(door.limits._usage) <= MAX_IDLE_CLIENTS
+    door.limits.leave(door.limits.enter(owing, 1, 1_000_000), 0)
+    for number in range(3 * MAX_STRANGERS):
+        at_once = client(f"c{number}", requests_per_minute=2)
+        door.limits.leave(door.limits.enter(at_once, 1, 1), 1)
+        door.clock.advance(100 * (number % 100 == 0))
+        sweeps += len(door.limits._strangers) < number
+    assert len(door.limits._strangers) <= MAX_STRANGERS
     with pytest.raises(RateLimited):
         door.limits.enter(owing, 1, 1)
+    assert sweeps
+
+
+def test_sec_50_strangers_beyond_those_share_one_account_and_are_not_looked_through_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door, looks = Door(), 0
+    is_settled = client_limits._Usage.is_settled
+
+    def counted(usage: client_limits._Usage, now: float) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_settled(usage, now)
+
+    monkeypatch.setattr(client_limits._Usage, "is_settled", counted)
+    for number in range(MAX_STRANGERS):
+        door.limits.enter(client(f"c{number}", max_concurrent=1), 1, 1)
+    late = door.limits.enter(client("late", max_concurrent=1), 1, 1)
+    for number in range(1000):
+        with pytest.raises(RateLimited):
+            door.limits.enter(client(f"later{number}", max_concurrent=1), 1, 1)
+    assert looks == MAX_STRANGERS
+    known = Client("k", limits=ClientEntry(max_concurrent=1), account="k", is_known=True)
+    door.limits.enter(known, 1, 1)  # who is known always has its own
+    door.limits.leave(late, 1)
+    door.clock.advance(SWEEP_INTERVAL_S)
+    door.limits.enter(client("latest", max_concurrent=1), 1, 1)
+    assert len(door.limits._strangers) <= MAX_STRANGERS + 1
+
+
+def test_whom_nothing_limits_is_not_counted() -> None:
+    door = Door()
+    for number in range(10):
+        door.limits.leave(door.limits.enter(client(f"c{number}"), 1, 1), 1)
+    assert not door.limits._strangers
 
 
 # ---------------------------------------------------------------------------- over HTTP
@@ -260,3 +340,35 @@ def test_a_refused_request_uses_nothing(tmp_path: Path) -> None:
             http.post("/v1/completions", json={"prompt": "one"}, headers=key("k1")).status_code
             == 200
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "asked", "statuses"),
+    [
+        # One key, and users by the dozen: the key's limit holds.
+        ("default: {requests_per_minute: 2}", ("k1",), "abc", [200, 200, 429]),
+        ("clients: {k1: {requests_per_minute: 2}, a: {}}", ("k1",), "abac", [200, 200, 429, 429]),
+        # A user that is named has its own, beside the key's others.
+        (
+            "default: {requests_per_minute: 1}\nclients: {a: {requests_per_minute: 2}}",
+            ("k1",),
+            "aabca",
+            [200, 200, 200, 429, 429],
+        ),
+        # Two keys: the user says nothing.
+        ("default: {requests_per_minute: 1}\nclients: {a: {}}", ("k1", "k2"), "ab", [200, 429]),
+        # None: each user is taken at its word.
+        ("default: {requests_per_minute: 1}", (), "abab", [200, 200, 429, 429]),
+    ],
+)  # fmt: skip
+def test_sec_50_a_keys_limits_hold_whoever_user_says_it_is(
+    tmp_path: Path, text: str, keys: tuple[str, ...], asked: str, statuses: list[int]
+) -> None:
+    with running_server(written(tmp_path, text, api_key=keys)) as server, server.http() as http:
+        for user, status in zip(asked, statuses, strict=True):
+            body = {"prompt": "one", "max_tokens": 1, "user": user}
+            answer = http.post("/v1/completions", json=body, headers=key("k1"))
+            assert answer.status_code == status, answer.text
+        long = {"prompt": "one", "max_tokens": 1, "user": "u" * 100_000}
+        http.post("/v1/completions", json=long, headers=key("k1"))
+        assert len(last_added(server).client) <= 64

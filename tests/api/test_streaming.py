@@ -182,7 +182,7 @@ def open_request(server: Server, path: str, body: dict[str, Any]) -> socket.sock
     payload = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n"
     )
     connection.sendall(head.encode() + payload)

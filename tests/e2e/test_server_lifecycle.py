@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -102,6 +103,25 @@ def test_an_engine_killed_during_the_start_is_one_line_and_exit_code_1(tiny_mode
         assert server.wait() == 1
         assert len(server.lines) == 1, server.log
         assert "perhaps because memory ran out" in server.log
+
+
+def test_sec_51_a_killed_start_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    with serve(tiny_model, TMPDIR=str(tmp_path)) as server:
+        while not server.process.children() and server.process.is_running():
+            server.process.cpu_percent(interval=0.05)
+        for process in [*server.process.children(recursive=True), server.process]:
+            process.kill()
+        assert server.wait() == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sec_51_a_limits_file_that_is_no_yaml_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    path = tmp_path / "limits.yaml"
+    for text in ("[" * 20_000, "default: {weight: 2024-99-99}"):
+        path.write_text(text)
+        said = start_up_failure("/no/such/model", "--limits-file", str(path))
+        assert "--limits-file" in said
+        assert "limits.yaml" in said
 
 
 async def test_ops_10_more_connections_than_the_soft_file_limit_are_served(
@@ -220,6 +240,7 @@ async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny_m
             await until(lambda: "stopping" in server.log, "it stops")
             refused = await http.post("/v1/completions", json=completion("late", 1))
             assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
             received = await rest_of(stream)
         assert received[-1]["choices"][0]["finish_reason"] == "length"
         assert server.wait() == 0, server.log
@@ -247,6 +268,53 @@ async def test_a_second_signal_ends_the_wait(tiny_model: Path) -> None:
             server.signal(signal.SIGTERM)
             assert "error" in (await rest_of(stream))[-1]
         assert server.wait() == 0, server.log
+
+
+async def test_ops_42_the_end_waits_for_nothing_that_is_not_there(tiny_model: Path) -> None:
+    """Nor is a client that does not read its answer waited for long, or an error of ours."""
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+    body = json.dumps({**LONG, "n": 64, "logprobs": 5}).encode()
+    flags = ("--served-model-name", "tiny", "--shutdown-timeout", "1")
+    with serve(tiny_model, *flags) as server, ExitStack() as connections:
+        server.wait_ready()
+        for sent in (start, start + b"100\r\n\r\n{", start + b"%d\r\n\r\n" % len(body) + body):
+            address = ("127.0.0.1", httpx.URL(server.url).port)
+            connection = connections.enter_context(socket.create_connection(address))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(sent)
+        await until(lambda: server.metric("serve_llm_generation_tokens_total") > 5_000, "much")
+        assert server.stop() == 0, server.log
+        assert "ERROR" not in server.log
+        assert "Traceback" not in server.log
+
+
+async def test_sec_48_a_frozen_engine_is_not_healthy_and_goes_on_afterwards(
+    tiny_model: Path,
+) -> None:
+    """And it does not know the keys, which it has no use for (SEC-51)."""
+    flags = ("--served-model-name", "tiny", "--engine-timeout", "2")
+    key = {"authorization": "Bearer a-secret"}
+    with serve(tiny_model, *flags, SERVE_LLM_API_KEY="a-secret", HF_TOKEN="another") as server:
+        server.wait_ready()
+        environment = server.engine.environ()
+        assert environment["PATH"]
+        assert not {"a-secret", "another"} & set(environment.values())
+        async with client(server, headers=key) as http, running_stream(http) as stream:
+
+            async def health() -> int:
+                return (await http.get("/health")).status_code
+
+            assert await health() == 200
+            server.engine.suspend()
+            while await health() == 200:
+                await asyncio.sleep(0.1)
+            refused = await http.post("/v1/completions", json=completion("late", 1))
+            assert refused.json()["error"]["code"] == "engine_not_responding"
+            server.engine.resume()
+            assert (await rest_of(stream))[-1]["choices"][0]["finish_reason"] == "length"
+            assert await health() == 200
+            assert (await http.post("/v1/completions", json=completion("a", 1))).status_code == 200
+        assert server.stop() == 0, server.log
 
 
 async def test_a_killed_front_takes_its_engine_with_it(tiny_model: Path) -> None:
@@ -277,6 +345,31 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
             sending.cancel()
         await until(lambda: is_idle(tiny_server), "every block is free")
     assert aborted() == before + 2
+
+
+# --------------------------------------------------------------------------------------- strangers
+
+
+async def test_sec_41_bytes_without_end_take_no_memory(tiny_server: ServerProcess) -> None:
+    """Trailers, and what follows an answer that did not wait for its body."""
+    post = b"POST %s HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    before = tiny_server.process.memory_info().rss
+    port = httpx.URL(tiny_server.url).port
+    for path, body in (
+        (b"/v1/completions", b"2\r\n{}\r\n0\r\n"),
+        (b"/nope", b"2\r\n{}\r\n0\r\n"),
+        (b"/nope", b"ffffffff\r\n"),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post % path + body)
+        with suppress(ConnectionError):
+            for _ in range(60):
+                writer.write(b"a1:\r\n" * 200_000)
+                await writer.drain()
+        with suppress(ConnectionError):
+            assert (await reader.read()).startswith(b"HTTP/1.1 4")
+        writer.close()
+    assert tiny_server.process.memory_info().rss < before + 20 * 2**20
 
 
 # ---------------------------------------------------------------------------------------- pressure

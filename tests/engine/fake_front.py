@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -58,6 +59,9 @@ class ScriptedClient:
 
     async def receive(self) -> FromEngine:
         return await self._messages.get()
+
+    def seen_at(self) -> float:
+        return time.monotonic()
 
     async def close(self) -> None:
         self.closed = True

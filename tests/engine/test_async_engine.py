@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from serve.engine.async_engine import AsyncEngine
+from serve.engine.control_calls import MAX_OPEN
 from serve.engine.outputs import RequestOutput
 from serve.engine.served_model import GenerationConfig
-from serve.errors import EngineDead, InvalidRequest, PromptTooLong
+from serve.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull, ShuttingDown
 from serve.messages import FinishReason, RequestTimes, Shutdown, TokenDelta, TokenLogprobs
 from serve.sampling_params import RepetitionDetection, SamplingParams
 from tests.engine.fake_front import InlineEngine, inline_engine, scripted_engine
@@ -420,6 +421,18 @@ async def test_drain_gives_up_after_its_time_and_close_ends_the_rest() -> None:
 
 
 # ---------------------------------------------------------------------- figures
+
+
+async def test_questions_to_an_engine_that_does_not_answer_do_not_pile_up() -> None:
+    engine, client, _ = await scripted_engine()
+    asked = [asyncio.create_task(engine.control("state")) for _ in range(MAX_OPEN)]
+    await settle()
+    with pytest.raises(QueueFull, match="wait for their answers"):
+        await engine.control("state")
+    assert len(client.sent) == MAX_OPEN
+    await engine.close()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(answer, ShuttingDown) for answer in answers)
 
 
 async def test_met_02_first_token_once_per_request_and_gaps_for_the_rest() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import stat
 from pathlib import Path
 
 import msgspec
@@ -127,12 +126,20 @@ async def test_sending_never_waits_for_a_reader() -> None:
     front.close()
 
 
-async def test_only_the_owner_may_reach_the_socket_and_no_folder_is_left() -> None:
+async def test_sec_51_no_folder_is_left_however_a_start_ends_and_nobody_finds_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     front = FrontSocket()
-    folder = Path(front.address.removeprefix("ipc://")).parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(tmp_path.iterdir()) == []  # it was there to be bound, and only we might enter it
+    engine = EngineSocket(front.address)
+    engine.send(StepOutputs([], EngineStats(), 0.0))
+    assert (await front.receive()) == StepOutputs([], EngineStats(), 0.0)
+    front.forget_address()
+    front.send(Shutdown(drain=False))
+    assert engine.drain(block=True) == [Shutdown(drain=False)]
+    engine.close()
     front.close()
-    assert not folder.exists()
 
 
 async def test_a_folder_that_is_no_good_for_sockets_is_a_config_error(

@@ -18,6 +18,7 @@ from serve.engine import process
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.observer import NoObserver
 from serve.engine.process import ProcessClient
+from serve.engine.vigil import HEARTBEAT_S
 from serve.errors import ConfigError, EngineDead
 from serve.messages import AddRequest, EngineDied
 from serve.sampling_params import SamplingParams
@@ -100,6 +101,29 @@ async def test_closing_while_the_engine_still_loads_ends_it() -> None:
     await asyncio.gather(starting, return_exceptions=True)
     await client.close()
     assert is_gone(client.pid)
+
+
+async def test_sec_48_a_process_shows_life_in_a_long_step_and_none_when_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "STOP_WITHIN_S", 0.2)
+    client = client_of("slow")
+    await client.start()
+    try:
+        client.send(AddRequest("a", [1], SamplingParams(max_tokens=1), 0.0))
+        began = client.seen_at()
+        while client.seen_at() < began + HEARTBEAT_S:
+            await asyncio.sleep(0.05)
+        engine = psutil.Process(client.pid)
+        engine.suspend()
+        while engine.status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # what it said before is taken in
+        frozen = client.seen_at()
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert client.seen_at() == frozen
+    finally:
+        await client.close()
 
 
 async def test_an_engine_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -95,6 +96,18 @@ def test_a_trace_file_is_whole_after_every_step(tmp_path: Path) -> None:
     for step in written:
         if step["type"] == "step" and step["num_decodes"]:
             assert step["num_context_tokens"] > 0
+
+
+def test_sec_51_a_trace_file_is_for_us_alone_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    run, path = build(random_workload(Random(0))), tmp_path / "trace.jsonl"
+    for _ in range(2):
+        TraceFile(path, run.scheduler).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with path.open("a") as file:
+        file.write('{"type": "st')  # the disk was full
+    TraceFile(path, run.scheduler).close()
+    lines = path.read_text().splitlines()
+    assert [line[:12] for line in lines] == ['{"type":"eng'] * 2 + ['{"type": "st', '{"type":"eng']
 
 
 def test_a_trace_file_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:

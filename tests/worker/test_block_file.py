@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_every_dtype_of_a_cache_can_be_kept(tmp_path: Path, dtype: torch.dtype) 
     block_file(new).read(tmp_path / "f", [3, 2, 1])
     swapped = old.layers[0].view(torch.uint8)[:, [1, 2, 3]]
     assert torch.equal(new.layers[0].view(torch.uint8)[:, [3, 2, 1]], swapped)
+
+
+def test_sec_51_what_clients_said_is_for_us_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    path.touch(0o644)
+    written(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
