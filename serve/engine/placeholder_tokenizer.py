@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from serve.engine.json_files import read_json_object
+from serve.checkpoint.json_files import read_json_object
 from serve.engine.tokenizer import Tokenizer
 from serve.engine.tokenizer_files import TokenizerFiles
 from serve.errors import ConfigError, InvalidRequest

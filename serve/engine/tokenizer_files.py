@@ -15,9 +15,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from serve.engine.gguf_settings import find_gguf
+from serve.checkpoint.find import find_gguf
+from serve.checkpoint.json_files import read_json_object
 from serve.engine.gguf_tokenizer import read_gguf_tokenizer
-from serve.engine.json_files import read_json_object
 from serve.errors import ConfigError
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

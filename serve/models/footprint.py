@@ -20,7 +20,7 @@ from serve.kernels.select import check_quantization
 from serve.models.base import LayerCache
 from serve.models.checkpoint import Checkpoint
 from serve.models.families import read_spec
-from serve.models.gguf_file import GGUFFile
+from serve.models.gguf_file import read_gguf_model
 from serve.models.gguf_names import hf_name
 from serve.models.parameters import EMBEDDING, DecoderParameters, allocate
 from serve.models.spec import DecoderSpec
@@ -141,9 +141,9 @@ def _gguf_kinds(checkpoint: Checkpoint) -> dict[str, str]:
     """How a GGUF file stores each tensor, by checkpoint name; empty for other formats."""
     if checkpoint.path.is_dir():
         return {}
-    with GGUFFile(checkpoint.path) as opened:
-        model_type = checkpoint.hf_config.model_type
-        return {hf_name(tensor.name, model_type): tensor.kind.name for tensor in opened.tensors}
+    model_type = checkpoint.hf_config.model_type
+    tensors = read_gguf_model(checkpoint.path).tensors
+    return {hf_name(tensor.name, model_type): tensor.kind.name for tensor in tensors}
 
 
 def _lossless_bytes(kinds: Mapping[str, str], itemsize: int) -> SizeOf:

@@ -195,8 +195,8 @@ def _theta(parameters: Mapping[str, Any]) -> float:
 
 def _factor(parameters: Mapping[str, Any]) -> float:
     factor = float(parameters["factor"])
-    if factor < 1.0:
-        raise ValueError(f"factor must be at least 1, not {factor}")
+    if not 1.0 <= factor < math.inf:
+        raise ValueError(f"factor must be at least 1 and finite, not {factor}")
     return factor
 
 
