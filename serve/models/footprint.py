@@ -6,6 +6,7 @@ the model that would be served.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from serve.models.families import read_spec
 from serve.models.gguf_file import read_gguf_model
 from serve.models.gguf_names import hf_name
 from serve.models.parameters import EMBEDDING, DecoderParameters, allocate
+from serve.models.rope import table_peak_bytes
 from serve.models.spec import DecoderSpec
 
 _META = torch.device("meta")
@@ -95,6 +97,37 @@ def read_footprint(
     footprint = _of_decoder(spec, parameters, _packed_bytes(parameters, size_of), compute_dtype)
     widened = set(kinds.values()) - _PACKED_BYTES.keys() - {"F32"}
     return replace(footprint, widened=tuple(sorted(widened)))
+
+
+def least_bytes(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    impl: str,
+    quantization: str | None = None,
+) -> int:
+    """Memory without which the model cannot be built: its weights, and tables for its positions.
+
+    Raises ConfigError as `read_footprint` does; what else is wrong with a model that transformers
+    would run is left to loading it.
+    """
+    spec = read_spec(checkpoint.hf_config, checkpoint.path) if impl != "transformers" else None
+    if spec is not None:
+        weight_bytes = read_footprint(
+            checkpoint, dtype=dtype, device_type=device_type, impl=impl, quantization=quantization
+        ).weight_bytes
+        ropes = {layer.rope for layer in spec.layers}
+        return weight_bytes + sum(table_peak_bytes(rope, spec.max_position) for rope in ropes)
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # it has no types
+    try:
+        with _META:
+            model = auto.from_config(copy.deepcopy(checkpoint.hf_config))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        return 0
+    return dtype.itemsize * sum(int(parameter.numel()) for parameter in model.parameters())
 
 
 def _of_decoder(
