@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ MAX_TEMPLATE_CHARS: Final = 1 << 17
 """Of a template's text; the longest that models come with have a quarter of it."""
 _COMPILE_TIME_LIMIT_S = 5.0
 _MAX_REASON_CHARS = 500
+_MUCH_BYTES = 1 << 20  # made by one rendering; an ordinary one makes little more than its prompt
 
 
 class ChatTemplate:
@@ -47,27 +50,30 @@ class ChatTemplate:
 
     def render(self, variables: Mapping[str, Any], time_limit_s: float) -> str:
         """The prompt's text. Raises InvalidRequest with what the template had to say."""
-        try:
-            with spending(time_limit_s):
-                return self._template.render(variables)
-        except OutOfTime as error:
-            raise InvalidRequest(
-                f"The chat template did not finish within {time_limit_s:g} s for these messages.",
-                param="messages",
-            ) from error
-        except TooLarge as error:
-            raise InvalidRequest(
-                f"The chat template asks for too much on these messages: {error}.",
-                param="messages",
-            ) from error
-        except jinja2.TemplateError as error:
-            text = (error.message or type(error).__name__)[:_MAX_REASON_CHARS]
-            raise InvalidRequest(f"The chat template refused: {text}", param="messages") from error
-        except Exception as error:  # a template is a program: it can fail like one
-            raise InvalidRequest(
-                f"The chat template failed on these messages: {_reason(error)}",
-                param="messages",
-            ) from error
+        with spending(time_limit_s) as budget:
+            # What Template.render does, but for its rewriting of tracebacks.
+            context = self._template.new_context(dict(variables))
+            try:
+                return self._template.environment.concat(self._template.root_render_func(context))
+            except Exception as error:  # a template is a program: it can fail like one
+                refusal = _refusal(error, time_limit_s)
+                traceback.clear_frames(error.__traceback__)
+            finally:
+                context.vars.clear()
+                if budget.spent_bytes > _MUCH_BYTES:
+                    gc.collect()  # cycles, Jinja's and the template's, would keep it for long
+            raise InvalidRequest(refusal, param="messages")
+
+
+def _refusal(error: Exception, time_limit_s: float) -> str:
+    if isinstance(error, OutOfTime):
+        return f"The chat template did not finish within {time_limit_s:g} s for these messages."
+    if isinstance(error, TooLarge):
+        return f"The chat template asks for too much on these messages: {error}."
+    if isinstance(error, jinja2.TemplateError):
+        text = error.message or type(error).__name__
+        return f"The chat template refused: {text[:_MAX_REASON_CHARS]}"
+    return f"The chat template failed on these messages: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

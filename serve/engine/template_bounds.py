@@ -210,7 +210,7 @@ _TEXT_FILTERS: Final[Mapping[str, _Before]] = {
     "indent": _before_indent,
     "wordwrap": _before_wordwrap,
     "format": _before_format_filter,
-    **dict.fromkeys(("striptags", "urlize"), _before_heavy),
+    **dict.fromkeys(("striptags", "urlize", "urlencode"), _before_heavy),
 }
 _SHALLOW: Final = frozenset(
     ("length", "count", "first", "last", "default", "d", "attr", "items", "reverse", "list")

@@ -21,7 +21,7 @@ MAX_CHARS: Final = 1 << 24
 """Of one text, the prompt included."""
 MAX_TOTAL_BYTES: Final = 1 << 28
 """Of all texts and lists that a rendering makes on its way."""
-MAX_ITEMS: Final = 1 << 20
+MAX_ITEMS: Final = 1 << 18
 """Of one list."""
 MAX_BITS: Final = 1 << 14
 """Of a whole number."""
@@ -51,11 +51,11 @@ def check_items(num_items: int) -> None:
 
 
 class Budget:
-    """What is left of one rendering's limits."""
+    """What one rendering has spent, and until when it may go on."""
 
     def __init__(self, time_limit_s: float) -> None:
         self._deadline = time.monotonic() + time_limit_s
-        self._bytes = MAX_TOTAL_BYTES
+        self.spent_bytes = 0
 
     def check_time(self) -> None:
         """Raises OutOfTime after the deadline."""
@@ -74,8 +74,8 @@ class Budget:
 
     def spend_bytes(self, num_bytes: int) -> None:
         """Memory for something else. Raises TooLarge."""
-        self._bytes -= num_bytes
-        if self._bytes < 0:
+        self.spent_bytes += num_bytes
+        if self.spent_bytes > MAX_TOTAL_BYTES:
             raise TooLarge(f"more than {MAX_TOTAL_BYTES:,} bytes of texts and lists in all")
 
 
@@ -83,11 +83,12 @@ _current: ContextVar[Budget] = ContextVar("template_budget")
 
 
 @contextmanager
-def spending(time_limit_s: float) -> Iterator[None]:
+def spending(time_limit_s: float) -> Iterator[Budget]:
     """Work within a fresh budget."""
-    token = _current.set(Budget(time_limit_s))
+    fresh = Budget(time_limit_s)
+    token = _current.set(fresh)
     try:
-        yield
+        yield fresh
     finally:
         _current.reset(token)
 

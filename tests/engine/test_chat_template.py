@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import jinja2
 import pytest
 
@@ -145,6 +148,7 @@ TOO_LARGE = [
     "{{ ('<!--' * 4000000) | striptags }}",
     "{{ ('a' * 16000000) | list }}",
     "{{ range(99999) | map('center', 16000000) | list }}",
+    "{{ ('a' * 100000) | urlencode }}",
     "{{ strftime_now('%H' * 100000) }}",
     # output, macros, and what is kept on the way
     LARGE + "{% for i in range(99999) %}{{ b }}{% endfor %}",
@@ -178,6 +182,23 @@ def test_sec_45_nothing_that_a_template_makes_is_without_a_bound(source: str) ->
     with pytest.raises(InvalidRequest, match="asks for too much on these messages") as error:
         render(source)
     assert error.value.param == "messages"
+
+
+def test_sec_45_what_a_refused_template_made_is_given_back_at_once() -> None:
+    """Nothing may wait for the garbage collector, whose turn comes rarely in a server."""
+    source = "{% set ns = namespace(l=[]) %}{% set ns.own = ns %}"
+    source += "{% for i in range(99) %}{% set ns.l = ns.l + ['a' * 15000000] %}{% endfor %}"
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="asks for too much"):
+                render(source)
+        assert tracemalloc.get_traced_memory()[0] < 10_000_000
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 def test_sec_45_calls_of_macros_pass_the_deadline_too() -> None:
