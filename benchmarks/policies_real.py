@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks import machine
 from serve.bench.plot import new_figure
+from serve.checkpoint.hub import find_model
 from serve.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from serve.engine.build import build_engine_core
-from serve.hub import find_model
 from serve.messages import AddRequest, FromEngine, ToEngine
 from serve.sampling_params import SamplingParams
 

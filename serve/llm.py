@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from serve.checkpoint.hub import DEFAULT_MODEL, find_model
 from serve.config import (
     CacheConfig,
     Count,
@@ -33,7 +34,6 @@ from serve.engine.outputs import RequestOutput
 from serve.engine.placeholder_tokenizer import load_tokenizer
 from serve.engine.served_model import read_generation_config
 from serve.errors import ConfigError, EngineDead, InvalidRequest
-from serve.hub import DEFAULT_MODEL, find_model
 from serve.messages import EngineReady, EngineStats, TokenLogprobs
 from serve.sampling_params import SamplingParams
 

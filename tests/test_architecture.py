@@ -30,21 +30,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"llm"},
     "logs": set(),
     "flags": set(),
-    "hub": set(),
+    "checkpoint": set(),
     "kernels": set(),
-    "models": {"kernels"},
+    "models": {"kernels", "checkpoint"},
     "kv_cache": set(),
     "scheduler": {"kv_cache"},
     "worker": {"models", "kernels", "kv_cache.storage", "kv_cache.block_copy", "scheduler.output"},
-    "engine": {"scheduler", "kv_cache", "worker", "models", "kernels", "hub", "logs"},
+    "engine": {"scheduler", "kv_cache", "worker", "models", "kernels", "checkpoint", "logs"},
     "settings_file": set(),
     "http_protocol": set(),
     "api": {"engine", "settings_file"},
-    "llm": {"engine", "hub"},
-    "server": {"http_protocol", "api", "engine", "hub", "logs"},
+    "llm": {"engine", "checkpoint"},
+    "server": {"http_protocol", "api", "engine", "checkpoint", "logs"},
     "bench": {"llm", "flags"},
     "simulate": {"flags", "engine", "worker.executor", "worker.cache_size", "scheduler.output"},
-    "plan": {"models", "worker", "hub"},
+    "plan": {"models", "worker", "checkpoint"},
     "cli": {"server", "bench", "simulate", "plan", "flags", "settings_file"},
 }
 
@@ -62,7 +62,7 @@ ONLY_IN: dict[str, set[str]] = {
     "yaml": {"settings_file"},
     "zmq": {"engine.ipc", "engine.process"},
     "msgspec": {"engine.ipc", "engine.process"},
-    "huggingface_hub": {"hub"},
+    "huggingface_hub": {"checkpoint.hub"},
 }
 
 
@@ -125,7 +125,7 @@ def test_imports_point_one_way() -> None:
         ("kv_cache.manager", "import serve.scheduler.output"),
         ("worker.worker", "from serve.kv_cache.manager import KVCacheManager"),
         ("models.decoder", "def late():\n    from serve.engine.core import EngineCore"),
-        ("config", "from serve.hub import find_model"),
+        ("config", "from serve.checkpoint.hub import find_model"),
     ],
 )
 def test_an_import_against_the_direction_is_seen(module: str, line: str) -> None:
@@ -203,7 +203,7 @@ def test_every_library_is_a_declared_dependency() -> None:
 
 def test_an_undeclared_library_is_seen() -> None:
     late = "def late():\n    import httpx, yaml\n    from matplotlib import pyplot"
-    assert undeclared_libraries("hub", ast.parse(late)) == {"httpx", "matplotlib"}
+    assert undeclared_libraries("checkpoint.hub", ast.parse(late)) == {"httpx", "matplotlib"}
     assert undeclared_libraries("bench.plot", ast.parse(late)) == {"httpx"}
 
 

@@ -116,10 +116,11 @@ def _read_jsonl(options: WorkloadOptions, chat: bool, rng: Random) -> Iterable[P
     assert path is not None
     output_lens = Lengths.parse(options.output_len, "output-len")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--dataset-path {path}: cannot be read ({error.strerror}).") from error
-    for number, line in enumerate(lines, start=1):
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path {path}: cannot be read ({error}).") from error
+    # JSON lines end with \n only; other ends of lines, such as U+2028, may stand in a text.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             entry = _json_object(line, path, number)
             arrival = entry.get("arrival_s")

@@ -1,139 +1,86 @@
-"""A model's chat template: checked at start, rendered in a sandbox with a time limit.
-
-The environment is the one that checkpoints' templates are written for (transformers' conventions:
-trimmed blocks, loop controls, `raise_exception`, `strftime_now`, unescaped `tojson`,
-`{% generation %}`). Rendering goes on in a thread that nobody can stop from outside, so every loop
-of the template looks at the deadline itself.
-"""
+"""A model's chat template: checked at start, rendered in a sandbox within a budget."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator, Mapping
-from datetime import datetime
-from typing import Any, NoReturn
+import gc
+import traceback
+from collections.abc import Mapping
+from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from serve.engine.template_budget import OutOfTime, TooLarge, spending
+from serve.engine.template_sandbox import BoundedEnvironment
 from serve.errors import InvalidRequest
 
-DEADLINE = "_render_deadline"
-"""Render variable: time.monotonic() after which loops give up."""
+MAX_TEMPLATE_CHARS: Final = 1 << 17
+"""Of a template's text; the longest that models come with have a quarter of it."""
+_COMPILE_TIME_LIMIT_S = 5.0
+_MAX_REASON_CHARS = 500
+_MUCH_BYTES = 1 << 20  # made by one rendering; an ordinary one makes little more than its prompt
 
 
 class ChatTemplate:
     """One compiled template. Immutable, so threads may share it.
 
-    Raises jinja2.TemplateSyntaxError for a text that is none.
+    Raises jinja2.TemplateError, its message one line, for a text that is none.
     """
 
     def __init__(self, source: str) -> None:
-        environment = _environment()
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise jinja2.TemplateSyntaxError(
+                f"it has {len(source):,} characters, at most {MAX_TEMPLATE_CHARS:,} are read", 1
+            )
+        try:
+            with spending(_COMPILE_TIME_LIMIT_S):
+                self._compile(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise jinja2.TemplateSyntaxError(_reason(error), error.lineno) from error
+        except Exception as error:  # the compilers of Jinja and Python have limits of many kinds
+            raise jinja2.TemplateSyntaxError(_reason(error), 1) from error
+
+    def _compile(self, source: str) -> None:
+        environment = BoundedEnvironment()
         tree = environment.parse(source)
         names = {str(node.value) for node in tree.find_all(nodes.Const)}
         self.knows_developer = "developer" in names
         self.wants_content_parts = _loops_over_content(tree) and not _tests_for_string(tree)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(
-                loop.iter, "until_deadline", [], [], None, None, lineno=loop.lineno
-            )
-        tree.set_environment(environment)
-        code = environment.compile(tree)
-        self._template = jinja2.Template.from_code(environment, code, environment.globals)
+        self._template = environment.compile_bounded(tree)
 
     def render(self, variables: Mapping[str, Any], time_limit_s: float) -> str:
         """The prompt's text. Raises InvalidRequest with what the template had to say."""
-        deadline = time.monotonic() + time_limit_s
-        try:
-            return self._template.render({**variables, DEADLINE: deadline})
-        except _OutOfTime as error:
-            raise InvalidRequest(
-                f"The chat template did not finish within {time_limit_s:g} s for these messages.",
-                param="messages",
-            ) from error
-        except jinja2.TemplateError as error:
-            text = error.message or type(error).__name__
-            raise InvalidRequest(f"The chat template refused: {text}", param="messages") from error
-        except Exception as error:  # a template is a program: it can fail like one
-            raise InvalidRequest(
-                f"The chat template failed on these messages: {type(error).__name__}: {error}",
-                param="messages",
-            ) from error
+        with spending(time_limit_s) as budget:
+            # What Template.render does, but for its rewriting of tracebacks.
+            context = self._template.new_context(dict(variables))
+            try:
+                return self._template.environment.concat(self._template.root_render_func(context))
+            except Exception as error:  # a template is a program: it can fail like one
+                refusal = _refusal(error, time_limit_s)
+                traceback.clear_frames(error.__traceback__)
+            finally:
+                context.vars.clear()
+                if budget.spent_bytes > _MUCH_BYTES:
+                    gc.collect()  # cycles, Jinja's and the template's, would keep it for long
+            raise InvalidRequest(refusal, param="messages")
 
 
-class _OutOfTime(Exception):
-    """A loop of the template passed the deadline."""
+def _refusal(error: Exception, time_limit_s: float) -> str:
+    if isinstance(error, OutOfTime):
+        return f"The chat template did not finish within {time_limit_s:g} s for these messages."
+    if isinstance(error, TooLarge):
+        return f"The chat template asks for too much on these messages: {error}."
+    if isinstance(error, jinja2.TemplateError):
+        text = error.message or type(error).__name__
+        return f"The chat template refused: {text[:_MAX_REASON_CHARS]}"
+    return f"The chat template failed on these messages: {_reason(error)}"
 
 
-class _Timed:
-    """An iterable whose iteration ends in _OutOfTime after the deadline; len() stays what it was,
-    so that `loop.length` and `loop.last` do."""
-
-    def __init__(self, iterable: Any, deadline: float) -> None:
-        self._iterable = iterable
-        self._deadline = deadline
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._iterable:
-            if time.monotonic() > self._deadline:
-                raise _OutOfTime
-            yield item
-
-    def __len__(self) -> int:
-        return len(self._iterable)
-
-
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's part for training; here its
-    content alone counts."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.filters["until_deadline"] = _until_deadline
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-@jinja2.pass_context
-def _until_deadline(context: Context, iterable: Any) -> _Timed:
-    return _Timed(iterable, context[DEADLINE])
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _reason(error: Exception) -> str:
+    """One line, of bounded length."""
+    known = isinstance(error, jinja2.TemplateError | TooLarge)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    return (text.split("\n", 1)[0] or type(error).__name__)[:_MAX_REASON_CHARS]
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:

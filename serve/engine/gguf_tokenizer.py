@@ -7,17 +7,24 @@ vocabulary GPT-2's way of splitting words, which is wrong for Llama 3, Qwen 2 an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from serve.engine.gguf_settings import read_gguf_settings
+from serve.engine.gguf_vocabulary import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    GGUFVocabulary,
+    read_list,
+    read_vocabulary,
+    unusable,
+)
 from serve.errors import ConfigError
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -28,16 +35,26 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 WORD_PATTERNS: Final[Mapping[str, str]] = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
-    "deepseek-r1-qwen": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("falcon-h1", "midm-2.0", "jina-v5-nano"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
 }
 """`tokenizer.ggml.pre` → what counts as a word, for those that do not split as GPT-2 does."""
-GPT2_LIKE: Final = ("default", "gpt-2", "smollm")
+_LIKE_LLAMA3: Final = (_LLAMA3, _TEKKEN)
+"""These begin with the BOS, and take a whole word that is a token before they look at merges."""
+GPT2_LIKE: Final = (
+    "default",
+    "gpt-2",
+    "smollm",
+    "phi-2",
+    "gigachat",
+    "a.x-4.0",
+    "mellum",
+    "exaone4",
+)
 SPECIAL_NAMES: Final[Mapping[str, str]] = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -51,59 +68,49 @@ def read_gguf_tokenizer(path: Path) -> tuple[Backend, dict[str, str], dict[str, 
 
     Raises ConfigError for a file without a tokenizer, or with one of an unknown kind.
     """
-    settings = read_gguf_settings(path)
+    vocabulary = read_vocabulary(path)
     try:
-        return _tokenizer(settings, path)
+        backend = _backend(vocabulary)
+        special = {
+            name: token
+            for name, key in SPECIAL_NAMES.items()
+            if (token := vocabulary.token_of(key)) is not None
+        }
+        _add_bos(backend, vocabulary, special.get("bos_token"))
     except ConfigError:
         raise
     except Exception as error:  # the tokenizers library raises nothing more special
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(
-            f"{path}: its tokenizer cannot be used ({reason}); fetch it again, or serve the "
-            "model's Hugging Face folder."
-        ) from error
+        raise unusable(path, f"{type(error).__name__}: {error}".split("\n", 1)[0]) from error
+    return backend, special, dict(vocabulary.templates)
 
 
-def _tokenizer(
-    settings: Mapping[str, Any], path: Path
-) -> tuple[Backend, dict[str, str], dict[str, str]]:
-    tokens = settings.get("tokenizer.ggml.tokens")
-    if not tokens:
+def read_gguf_end_ids(path: Path) -> frozenset[int]:
+    """Ids that end an answer. Raises ConfigError."""
+    return read_vocabulary(path).end_ids
+
+
+def _backend(vocabulary: GGUFVocabulary) -> Backend:
+    path = vocabulary.path
+    if not vocabulary.tokens:
         raise ConfigError(f"{path} holds no tokenizer; serve the model's Hugging Face folder.")
-    match settings.get("tokenizer.ggml.model"):
+    match vocabulary.settings.get("model"):
         case "gpt2":
-            backend = _byte_level(settings, path)
+            backend = _byte_level(vocabulary)
         case "llama":
-            backend = _sentencepiece(settings)
+            return _sentencepiece(vocabulary)
         case other:
             raise ConfigError(
                 f"{path} has a tokenizer of the kind {other!r}; known are gpt2 (byte-level BPE) "
                 "and llama (sentencepiece). Serve the model's Hugging Face folder."
             )
-    _add_special_tokens(backend, settings)
-    special = {
-        name: str(tokens[settings[f"tokenizer.ggml.{key}"]])
-        for name, key in SPECIAL_NAMES.items()
-        if f"tokenizer.ggml.{key}" in settings
-    }
-    _add_bos(backend, settings, special.get("bos_token"))
-    return backend, special, _chat_templates(settings)
+    _add_tokens(backend, vocabulary.tokens, vocabulary.kinds)
+    return backend
 
 
-def read_gguf_end_ids(path: Path) -> frozenset[int]:
-    """Ids that end an answer: of the text, of a turn, of a message."""
-    settings = read_gguf_settings(path)
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    ids = [settings[key] for key in keys if key in settings]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise ConfigError(f"{path}: the ids that end an answer are {ids}; fetch it again.")
-    return frozenset(ids)
-
-
-def _byte_level(settings: Mapping[str, Any], path: Path) -> Backend:
-    tokens = settings["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in settings["tokenizer.ggml.merges"]]
-    split = str(settings.get("tokenizer.ggml.pre", "default"))
+def _byte_level(vocabulary: GGUFVocabulary) -> Backend:
+    path, settings = vocabulary.path, vocabulary.settings
+    merges = [tuple(m.split(" ", 1)) for m in read_list(path, settings, "merges", str)]
+    split = str(settings.get("pre", "default"))
     pattern = WORD_PATTERNS.get(split)
     if pattern is None and split not in GPT2_LIKE:
         known = ", ".join(sorted([*WORD_PATTERNS, *GPT2_LIKE]))
@@ -111,12 +118,11 @@ def _byte_level(settings: Mapping[str, Any], path: Path) -> Backend:
             f"{path} splits words the {split!r} way (tokenizer.ggml.pre); known are {known}. "
             "Serve the model's Hugging Face folder."
         )
-    # Llama 3 and Tekken take a whole word that is a token before they look at merges.
     backend = Backend(
         models.BPE(
-            {token: i for i, token in enumerate(tokens)},
+            {token: i for i, token in enumerate(vocabulary.tokens)},
             merges,
-            ignore_merges=pattern in (_LLAMA3, _TEKKEN),
+            ignore_merges=pattern in _LIKE_LLAMA3,
         )
     )
     by_word: list[pre_tokenizers.PreTokenizer] = []
@@ -132,14 +138,17 @@ def _byte_level(settings: Mapping[str, Any], path: Path) -> Backend:
     return backend
 
 
-def _sentencepiece(settings: Mapping[str, Any]) -> Backend:
-    tokens: list[str] = settings["tokenizer.ggml.tokens"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+def _sentencepiece(vocabulary: GGUFVocabulary) -> Backend:
+    settings = vocabulary.settings
+    tokens = _with_space_marks(vocabulary)
+    own = [t for t, kind in zip(tokens, vocabulary.kinds, strict=True) if kind == USER_DEFINED]
+    ids = {token: i for i, token in enumerate(tokens)}
+    scores = read_list(vocabulary.path, settings, "scores", (float, int))
     backend = Backend(
         models.BPE(
-            vocabulary,
-            _merges(vocabulary, settings["tokenizer.ggml.scores"]),
-            unk_token=tokens[settings.get("tokenizer.ggml.unknown_token_id", 0)],
+            ids,
+            _merges(ids, scores),
+            unk_token=vocabulary.token_of("unknown_token_id") or tokens[0],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -150,12 +159,40 @@ def _sentencepiece(settings: Mapping[str, Any]) -> Backend:
         decoders.Fuse(),
     ]
     spaces: normalizers.Normalizer = normalizers.Replace(" ", "▁")
-    if settings.get("tokenizer.ggml.add_space_prefix", True):
-        spaces = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    if settings.get("add_space_prefix", True):
+        spaces = normalizers.Sequence([_space_prefix(own), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = spaces
     backend.decoder = decoders.Sequence(steps)
+    _add_tokens(backend, tokens, vocabulary.kinds)
     return backend
+
+
+def _with_space_marks(vocabulary: GGUFVocabulary) -> list[str]:
+    """The tokens, all of them with sentencepiece's marks for spaces: those that the model's makers
+    added may have spaces in the file."""
+    known = set(vocabulary.tokens)
+    return [
+        marked
+        if kind == USER_DEFINED and (marked := token.replace(" ", "▁")) not in known
+        else token
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    ]
+
+
+def _space_prefix(own: Sequence[str]) -> normalizers.Normalizer:
+    """Puts a space before a text, unless it begins with a token of the model's makers.
+
+    The library normalizes such a token as it does a text, and looks for the result: with a space
+    before it, it would be found after spaces only.
+    """
+    texts = (re.escape(text) if text[:1] == "▁" else _either_space(text) for text in own if text)
+    unless = f"(?!{'|'.join(texts)})" if any(own) else ""
+    return normalizers.Replace(Regex(rf"\A(?=[\s\S]){unless}"), "▁")
+
+
+def _either_space(text: str) -> str:
+    return re.escape(text).replace("▁", "[▁ ]")
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -172,9 +209,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     return [(left, right) for *_, left, right in merges]
 
 
-def _add_special_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
-    tokens = settings["tokenizer.ggml.tokens"]
-    kinds = settings.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+def _add_tokens(backend: Backend, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (UNKNOWN, CONTROL)]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
     own = [t for t, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
@@ -182,24 +217,15 @@ def _add_special_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
     backend.add_tokens([AddedToken(t, normalized=True, special=False) for t in own])
 
 
-def _add_bos(backend: Backend, settings: Mapping[str, Any], bos: str | None) -> None:
-    by_default = settings["tokenizer.ggml.model"] == "llama" or (
-        WORD_PATTERNS.get(str(settings.get("tokenizer.ggml.pre"))) == _LLAMA3
+def _add_bos(backend: Backend, vocabulary: GGUFVocabulary, bos: str | None) -> None:
+    """As llama.cpp does where the file does not decide."""
+    settings = vocabulary.settings
+    by_default = settings["model"] == "llama" or (
+        WORD_PATTERNS.get(str(settings.get("pre"))) in _LIKE_LLAMA3
     )
-    if bos is not None and settings.get("tokenizer.ggml.add_bos_token", by_default):
+    if bos is not None and settings.get("add_bos_token", by_default):
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
             special_tokens=[(bos, backend.token_to_id(bos))],
         )
-
-
-def _chat_templates(settings: Mapping[str, Any]) -> dict[str, str]:
-    """`tokenizer.chat_template` is the default; `tokenizer.chat_template.NAME` are others."""
-    key = "tokenizer.chat_template"
-    named = {
-        name.removeprefix(f"{key}."): text
-        for name, text in settings.items()
-        if name.startswith(f"{key}.") and isinstance(text, str)
-    }
-    return named | ({"default": settings[key]} if key in settings else {})

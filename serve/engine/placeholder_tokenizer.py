@@ -14,20 +14,34 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from serve.engine.json_files import read_json_object
+from serve.checkpoint.json_files import read_json_object
+from serve.checkpoint.sizes import check_sizes
+from serve.engine.token_bytes import TokenBytes
 from serve.engine.tokenizer import Tokenizer
-from serve.engine.tokenizer_files import TokenizerFiles
+from serve.engine.tokenizer_files import TokenizerFiles, has_vocabulary
 from serve.errors import ConfigError, InvalidRequest
 
-_FILES = ("tokenizer*", "vocab*", "*.model", "*.gguf")
+
+class _PlaceholderTokens(TokenBytes):
+    """Names instead of a vocabulary, made when asked for: a vocabulary of names would take a second
+    and 80 MB for usual sizes."""
+
+    def __init__(self, backend: Backend, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        super().__init__(backend)
+
+    def _token(self, token_id: int) -> str | None:
+        return f"<{token_id}>" if 0 <= token_id < self._vocab_size else None
 
 
 class PlaceholderTokenizer(Tokenizer):
     """Knows ids only."""
 
     def __init__(self, vocab_size: int) -> None:
-        names = {f"<{token_id}>": token_id for token_id in range(vocab_size)}
-        super().__init__(Backend(WordLevel(names, unk_token="<0>")), TokenizerFiles())
+        backend = Backend(WordLevel({"<0>": 0}, unk_token="<0>"))
+        super().__init__(backend, TokenizerFiles())
+        self.tokens = _PlaceholderTokens(backend, vocab_size)
+        self.vocab_size, self.max_token_id = vocab_size, vocab_size - 1
 
     def encode_now(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequest(
@@ -46,12 +60,13 @@ def load_tokenizer(path: Path, load_format: str, chat_template: str | None = Non
 
     Raises ConfigError as `Tokenizer.load` does.
     """
-    known = path.is_file() or any(next(path.glob(name), None) for name in _FILES)
-    if load_format != "dummy" or known:
+    if load_format != "dummy" or has_vocabulary(path):
         return Tokenizer.load(path, chat_template)
-    config = read_json_object(path / "config.json")
+    file = path / "config.json"
+    config = read_json_object(file)
+    check_sizes(file, config)
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{path / 'config.json'} has no vocab_size, which dummy weights need.")
+    if not isinstance(size, int):
+        raise ConfigError(f"{file} has no vocab_size, which dummy weights need.")
     return PlaceholderTokenizer(size)

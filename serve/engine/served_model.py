@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from serve.engine.gguf_settings import find_gguf
+from serve.checkpoint.find import find_gguf
+from serve.checkpoint.json_files import read_json_object
 from serve.engine.gguf_tokenizer import read_gguf_end_ids
-from serve.engine.json_files import read_json_object
 from serve.errors import ConfigError, InvalidRequest
 from serve.sampling_params import SamplingParams
 

@@ -50,7 +50,11 @@ class TokenBytes:
 
     def knows(self, token_id: int) -> bool:
         """Whether the vocabulary has this id."""
-        return token_id >= 0 and self._backend.id_to_token(token_id) is not None
+        return self._token(token_id) is not None
+
+    def _token(self, token_id: int) -> str | None:
+        token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        return token
 
     def special_id(self, text: str) -> int | None:
         """The special token that is written like this, if there is one."""
@@ -65,7 +69,7 @@ class TokenBytes:
 
     def _by_token(self, to_bytes: Callable[[str], bytes]) -> Callable[[int], bytes]:
         def by_id(token_id: int) -> bytes:
-            token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+            token = self._token(token_id)
             return b"" if token is None else to_bytes(token)
 
         return by_id

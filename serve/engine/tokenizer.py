@@ -160,6 +160,10 @@ class Tokenizer:
             raise InvalidRequest(
                 "The text is not valid Unicode: it holds half of a surrogate pair."
             ) from error
+        except Exception as error:  # the library raises nothing more special
+            raise InvalidRequest(
+                f"The model's tokenizer cannot encode this text ({str(error)[:200]})."
+            ) from error
         ids: list[int] = encoding.ids
         doubled = add_special_tokens and self._adds_bos and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
@@ -188,7 +192,7 @@ class Tokenizer:
                 return ChatTemplate(text)
             except jinja2.TemplateError as error:
                 raise InvalidRequest(
-                    f"chat_template has an error: {error}", param="chat_template"
+                    f"chat_template has an error: {error.message}", param="chat_template"
                 ) from error
         name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)

@@ -15,11 +15,12 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from serve.engine.gguf_settings import find_gguf
+from serve.checkpoint.find import find_gguf
+from serve.checkpoint.json_files import read_json_object, read_text
 from serve.engine.gguf_tokenizer import read_gguf_tokenizer
-from serve.engine.json_files import read_json_object
 from serve.errors import ConfigError
 
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -35,8 +36,35 @@ class TokenizerFiles:
     templates: Mapping[str, str] = field(default_factory=dict)
 
 
+def has_vocabulary(path: Path) -> bool:
+    """Whether a model brings a tokenizer along. Raises ConfigError as `find_gguf` does."""
+    return find_gguf(path) is not None or any(
+        next(path.glob(name), None) is not None for name in _VOCABULARIES
+    )
+
+
 def read_tokenizer_files(path: Path) -> tuple[Backend, TokenizerFiles]:
-    """Of a model folder or a .gguf file. Raises ConfigError."""
+    """Of a model folder or a .gguf file. Raises ConfigError, also for a tokenizer without tokens:
+    that is what transformers makes of a folder without one."""
+    if not has_vocabulary(path):
+        raise _without_tokenizer(path)
+    backend, files = _read(path)
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    few = backend.get_vocab_size(with_added_tokens=False) <= len(added) + 1
+    if few and len(backend.get_vocab(with_added_tokens=False).keys() - added) <= 1:
+        raise _without_tokenizer(path)
+    return backend, files
+
+
+def _without_tokenizer(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: the model has no tokenizer, or one without tokens; download its tokenizer.json "
+        "(or tokenizer.model, or vocab.json with merges.txt) and tokenizer_config.json into the "
+        "folder. Without weights and tokenizer, --load-format dummy serves token ids."
+    )
+
+
+def _read(path: Path) -> tuple[Backend, TokenizerFiles]:
     gguf_file = find_gguf(path)
     if gguf_file is not None:
         backend, special_tokens, templates = read_gguf_tokenizer(gguf_file)
@@ -45,17 +73,19 @@ def read_tokenizer_files(path: Path) -> tuple[Backend, TokenizerFiles]:
     if "added_tokens_decoder" not in config:  # an older folder has its special tokens apart
         config |= read_json_object(path / "special_tokens_map.json")
     # Where neither file names an end, it is known to transformers' class alone (GPT-2's).
-    if (path / "tokenizer.json").is_file() and "eos_token" in config:
+    if (path / "tokenizer.json").exists() and "eos_token" in config:
         return _read_json(path, config)
     return _read_with_transformers(path)
 
 
 def _read_json(path: Path, config: Mapping[str, Any]) -> tuple[Backend, TokenizerFiles]:
+    content = read_text(path / "tokenizer.json")
     try:
-        backend = Backend.from_file(str(path / "tokenizer.json"))
+        backend = Backend.from_str(content)
     except Exception as error:  # the library raises nothing more special
+        reason = str(error).split("\n", 1)[0]
         raise ConfigError(
-            f"{path / 'tokenizer.json'} is no tokenizer ({error}); fetch it again."
+            f"{path / 'tokenizer.json'} is no tokenizer ({reason}); fetch it again."
         ) from error
     special_tokens = {
         name: text
@@ -110,12 +140,7 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Files of their own come before the entry in tokenizer_config.json."""
     files = {"default": path / "chat_template.jinja"}
     files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    try:
-        found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"A chat template in {path} cannot be read ({error}); fetch it again."
-        ) from error
+    found = {name: read_text(file) for name, file in files.items() if file.exists()}
     if found:
         return found
     match config.get("chat_template"):

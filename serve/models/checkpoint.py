@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from serve.checkpoint.find import find_gguf
 from serve.errors import ConfigError
 from serve.models import gguf_names, safetensors_files
-from serve.models.gguf_file import GGUFFile
+from serve.models.gguf_file import load_tensor, read_gguf_model, read_gguf_tensors
 from serve.models.model_config import make_config, read_config
 
 Format = Literal["safetensors", "gguf", "dummy"]
@@ -22,7 +23,7 @@ Format = Literal["safetensors", "gguf", "dummy"]
 class Checkpoint:
     """A checked checkpoint: its config is read and its files are complete."""
 
-    path: Path  # folder or .gguf file
+    path: Path  # folder or .gguf file, of a split model the first
     format: Format
     hf_config: Any  # a transformers config object
     dtype: torch.dtype  # what the weights were published in
@@ -36,7 +37,7 @@ class Checkpoint:
     def tensor_names(self) -> set[str]:
         """Names of all tensors, read from the files' headers."""
         if self.format == "gguf":
-            return _gguf_names(self.path, self.hf_config)
+            return {name for file in self.files for name in _gguf_names(file, self.hf_config)}
         return safetensors_files.read_names(self.files)
 
     def tensors_of(self, file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -55,7 +56,7 @@ def open_checkpoint(path: Path, load_format: str) -> Checkpoint:
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; give a model folder or a .gguf file")
-    gguf_file = _find_gguf(path, load_format)
+    gguf_file = find_gguf(path, load_format)
     if gguf_file is not None:
         return _open_gguf(gguf_file, load_format)
     if load_format == "gguf":
@@ -73,50 +74,30 @@ def open_checkpoint(path: Path, load_format: str) -> Checkpoint:
     )
 
 
-def _find_gguf(path: Path, load_format: str) -> Path | None:
-    """The GGUF file to open, if GGUF is what `path` means."""
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            return None
-        if load_format == "safetensors":
-            raise ConfigError(f"{path}: a .gguf file, but --load-format asks for safetensors")
-        return path
-    if load_format == "safetensors" or (load_format != "gguf" and (path / "config.json").exists()):
-        return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ConfigError(f"{path}: several .gguf files ({names}); name the one to serve")
-    return found[0] if found else None
-
-
 def _open_gguf(file: Path, load_format: str) -> Checkpoint:
-    with GGUFFile(file) as opened:
-        values = gguf_names.config_values(opened)
-        model_type = gguf_names.model_type(file, opened.settings)
-        kinds = {tensor.kind.name for tensor in opened.tensors}
+    model = read_gguf_model(file)
+    kinds = {tensor.kind.name for tensor in model.tensors}
+    model_type = gguf_names.model_type(file, model.settings)
     return Checkpoint(
         path=file,
         format="dummy" if load_format == "dummy" else "gguf",
-        hf_config=make_config(file, model_type, values),
+        hf_config=make_config(file, model_type, gguf_names.config_values(model)),
         # Quantized weights have no dtype of their own; bfloat16 holds their range.
         dtype=torch.float16 if "F16" in kinds else torch.bfloat16,
-        files=() if load_format == "dummy" else (file,),
+        files=() if load_format == "dummy" else model.files,
     )
 
 
 def _gguf_names(file: Path, config: Any) -> set[str]:
-    with GGUFFile(file) as opened:
-        return {gguf_names.hf_name(t.name, config.model_type) for t in opened.tensors}
+    return {gguf_names.hf_name(t.name, config.model_type) for t in read_gguf_tensors(file)}
 
 
 def _gguf_tensors(file: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
-    with GGUFFile(file) as opened:
-        for tensor in opened.tensors:
-            if tensor.name == gguf_names.ROPE_DIVISORS:
-                continue  # read into the config
-            name = gguf_names.hf_name(tensor.name, config.model_type)
-            yield name, gguf_names.hf_value(name, opened.load(tensor), config)
+    for tensor in read_gguf_tensors(file):
+        if tensor.name == gguf_names.ROPE_DIVISORS:
+            continue  # read into the config
+        name = gguf_names.hf_name(tensor.name, config.model_type)
+        yield name, gguf_names.hf_value(name, load_tensor(tensor), config)
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:

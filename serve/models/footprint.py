@@ -6,6 +6,7 @@ the model that would be served.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from serve.kernels.select import check_quantization
 from serve.models.base import LayerCache
 from serve.models.checkpoint import Checkpoint
 from serve.models.families import read_spec
-from serve.models.gguf_file import GGUFFile
+from serve.models.gguf_file import read_gguf_model
 from serve.models.gguf_names import hf_name
 from serve.models.parameters import EMBEDDING, DecoderParameters, allocate
+from serve.models.rope import table_peak_bytes
 from serve.models.spec import DecoderSpec
 
 _META = torch.device("meta")
@@ -101,6 +103,37 @@ def read_footprint(
     return replace(footprint, widened=tuple(sorted(widened)), kept=tuple(sorted(kept)))
 
 
+def least_bytes(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    impl: str,
+    quantization: str | None = None,
+) -> int:
+    """Memory without which the model cannot be built: its weights, and tables for its positions.
+
+    Raises ConfigError as `read_footprint` does; what else is wrong with a model that transformers
+    would run is left to loading it.
+    """
+    spec = read_spec(checkpoint.hf_config, checkpoint.path) if impl != "transformers" else None
+    if spec is not None:
+        weight_bytes = read_footprint(
+            checkpoint, dtype=dtype, device_type=device_type, impl=impl, quantization=quantization
+        ).weight_bytes
+        ropes = {layer.rope for layer in spec.layers}
+        return weight_bytes + sum(table_peak_bytes(rope, spec.max_position) for rope in ropes)
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # it has no types
+    try:
+        with _META:
+            model = auto.from_config(copy.deepcopy(checkpoint.hf_config))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        return 0
+    return dtype.itemsize * sum(int(parameter.numel()) for parameter in model.parameters())
+
+
 def _of_decoder(
     spec: DecoderSpec, parameters: DecoderParameters, weight_bytes: int, dtype: torch.dtype
 ) -> Footprint:
@@ -145,9 +178,9 @@ def _gguf_kinds(checkpoint: Checkpoint) -> dict[str, str]:
     """How a GGUF file stores each tensor, by checkpoint name; empty for other formats."""
     if checkpoint.path.is_dir():
         return {}
-    with GGUFFile(checkpoint.path) as opened:
-        model_type = checkpoint.hf_config.model_type
-        return {hf_name(tensor.name, model_type): tensor.kind.name for tensor in opened.tensors}
+    model_type = checkpoint.hf_config.model_type
+    tensors = read_gguf_model(checkpoint.path).tensors
+    return {hf_name(tensor.name, model_type): tensor.kind.name for tensor in tensors}
 
 
 def _in_bits(kind: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from serve.errors import ConfigError
-from serve.models.gguf_file import GGUFFile
+from serve.models.gguf_file import GGUFModel, load_tensor
 from serve.models.rope import llama3_frequencies
 from serve.models.spec import Llama3Scaling
 
@@ -95,30 +95,30 @@ def _unpermute(value: Tensor, num_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(value.shape)
 
 
-def config_values(file: GGUFFile) -> dict[str, Any]:
-    """Keyword arguments of the transformers config class for a file. Raises ConfigError."""
-    hf_model_type = model_type(file.path, file.settings)
-    architecture = str(file.settings["general.architecture"])
+def config_values(model: GGUFModel) -> dict[str, Any]:
+    """Keyword arguments of the transformers config class for a model. Raises ConfigError."""
+    hf_model_type = model_type(model.path, model.settings)
+    architecture = str(model.settings["general.architecture"])
     prefix = architecture + "."
-    own = {k.removeprefix(prefix): v for k, v in file.settings.items() if k.startswith(prefix)}
+    own = {k.removeprefix(prefix): v for k, v in model.settings.items() if k.startswith(prefix)}
     try:
-        return _config_values(file, hf_model_type, own)
+        return _config_values(model, hf_model_type, own)
     except KeyError as error:
-        raise ConfigError(f"{file.path}: the file lacks {architecture}.{error.args[0]}") from error
+        raise ConfigError(f"{model.path}: the file lacks {architecture}.{error.args[0]}") from error
     except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or zero for a number
         raise ConfigError(
-            f"{file.path}: its {architecture} settings cannot be used ({error}); download it again "
-            "or use the model's safetensors folder"
+            f"{model.path}: its {architecture} settings cannot be used ({error}); download it "
+            "again or use the model's safetensors folder"
         ) from error
 
 
-def _config_values(file: GGUFFile, hf_model_type: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _config_values(model: GGUFModel, hf_model_type: str, own: Mapping[str, Any]) -> dict[str, Any]:
     num_heads, hidden = own["attention.head_count"], own["embedding_length"]
     head_dim = own.get("attention.key_length", hidden // num_heads)
     if own.get("rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError(f"{file.path}: rotation of part of a head is not supported")
-    names = {tensor.name for tensor in file.tensors}
-    vocab = next((t.shape[0] for t in file.tensors if t.name == "token_embd.weight"), None)
+        raise ConfigError(f"{model.path}: rotation of part of a head is not supported")
+    names = {tensor.name for tensor in model.tensors}
+    vocab = next((t.shape[0] for t in model.tensors if t.name == "token_embd.weight"), None)
     values = {
         "vocab_size": own.get("vocab_size", vocab),
         "hidden_size": hidden,
@@ -140,16 +140,16 @@ def _config_values(file: GGUFFile, hf_model_type: str, own: Mapping[str, Any]) -
         is_27b = own["block_count"] == 62
         values["query_pre_attn_scalar"] = hidden // num_heads if is_27b else head_dim
     for token in ("bos", "eos", "padding"):
-        if (token_id := file.settings.get(f"tokenizer.ggml.{token}_token_id")) is not None:
+        if (token_id := model.settings.get(f"tokenizer.ggml.{token}_token_id")) is not None:
             values[f"{token.removesuffix('ding')}_token_id"] = token_id
-    return values | _rope_values(file, hf_model_type, own, head_dim)
+    return values | _rope_values(model, hf_model_type, own, head_dim)
 
 
 def _rope_values(
-    file: GGUFFile, hf_model_type: str, own: Mapping[str, Any], head_dim: int
+    model: GGUFModel, hf_model_type: str, own: Mapping[str, Any], head_dim: int
 ) -> dict[str, Any]:
     theta = own.get("rope.freq_base", 10000.0)
-    scaling = _scaling(file, own, float(theta), head_dim)
+    scaling = _scaling(model, own, float(theta), head_dim)
     if hf_model_type != "gemma3_text":
         return {"rope_parameters": {"rope_theta": theta, **scaling}}
     local = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10000.0)}
@@ -157,14 +157,23 @@ def _rope_values(
     return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 
-def _scaling(file: GGUFFile, own: Mapping[str, Any], theta: float, head_dim: int) -> dict[str, Any]:
-    kind = own.get("rope.scaling.type", "none")
-    divisors = next((t for t in file.tensors if t.name == ROPE_DIVISORS), None)
+def _scaling(
+    model: GGUFModel, own: Mapping[str, Any], theta: float, head_dim: int
+) -> dict[str, Any]:
+    # As llama.cpp has it: a factor without a type is linear, and a factor of 0 stands for none.
+    kind = own.get("rope.scaling.type", "linear")
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0)) or 1.0
+    is_plain = kind == "none" or (kind == "linear" and factor == 1.0)
+    divisors = next((t for t in model.tensors if t.name == ROPE_DIVISORS), None)
+    if divisors is not None and not is_plain:
+        raise ConfigError(
+            f"{model.path}: {ROPE_DIVISORS} together with RoPE scaling {kind!r} by {factor} is not "
+            "supported; use the model's safetensors folder"
+        )
     if divisors is not None:
-        return _llama3_scaling(file, file.load(divisors), theta, head_dim)
-    if kind == "none":
+        return _llama3_scaling(model, load_tensor(divisors), theta, head_dim)
+    if is_plain:
         return {"rope_type": "default"}
-    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -174,11 +183,11 @@ def _scaling(file: GGUFFile, own: Mapping[str, Any], theta: float, head_dim: int
             "factor": factor,
             "original_max_position_embeddings": original,
         }
-    raise ConfigError(f"{file.path}: RoPE kind {kind!r} is not supported in GGUF files")
+    raise ConfigError(f"{model.path}: RoPE kind {kind!r} is not supported in GGUF files")
 
 
 def _llama3_scaling(
-    file: GGUFFile, divisors: Tensor, theta: float, head_dim: int
+    model: GGUFModel, divisors: Tensor, theta: float, head_dim: int
 ) -> dict[str, Any]:
     """GGUF keeps Llama 3.1's frequencies as divisors; recover the parameters and check them."""
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
@@ -186,7 +195,7 @@ def _llama3_scaling(
     expected = plain / llama3_frequencies(plain, scaling)
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
         raise ConfigError(
-            f"{file.path}: the RoPE divisors in {ROPE_DIVISORS} are not those of Llama 3.1's "
+            f"{model.path}: the RoPE divisors in {ROPE_DIVISORS} are not those of Llama 3.1's "
             "scaling; such files are not supported"
         )
     return {

@@ -11,18 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from serve.checkpoint.json_files import read_text
+from serve.checkpoint.sizes import check_sizes
 from serve.errors import ConfigError
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
 
 
 def read_config(folder: Path) -> Any:
@@ -31,8 +22,8 @@ def read_config(folder: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"{file}: the file is missing; {folder} is not a model folder")
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        content = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise ConfigError(f"{file}: it has no model_type; use a transformers model's config.json")
@@ -42,9 +33,7 @@ def read_config(folder: Path) -> Any:
             f"{file}: weights quantized with {method or 'an unknown method'} cannot be served; use "
             "the model's unquantized weights or a .gguf file"
         )
-    for section in (content, content.get("text_config")):  # a multimodal model's decoder
-        if isinstance(section, dict):
-            _check_sizes(file, section)
+    check_sizes(file, content)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers' validators raise every kind
@@ -53,7 +42,7 @@ def read_config(folder: Path) -> Any:
 
 def make_config(file: Path, model_type: str, values: Mapping[str, Any]) -> Any:
     """The config of a model whose settings are in `file` in another form. Raises ConfigError."""
-    _check_sizes(file, values)
+    check_sizes(file, values)
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers' validators raise every kind
@@ -64,14 +53,3 @@ def _unusable(file: Path, model_type: str, error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = " ".join(lines[:2]) or type(error).__name__
     return ConfigError(f"{file}: model type {model_type!r} cannot be served: {reason}")
-
-
-def _check_sizes(file: Path, values: Mapping[str, Any]) -> None:
-    """Sizes must be whole and positive. Some models have a list, one for each layer; null and
-    what is left out become the model type's default."""
-    for name in _SIZES:
-        value = values.get(name)
-        if value is None or isinstance(value, list):
-            continue
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{file}: {name} is {value!r} and must be a positive whole number")

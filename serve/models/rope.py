@@ -54,6 +54,14 @@ class Rope:
         return self._table, ctx.positions
 
 
+def table_peak_bytes(spec: RopeSpec, max_position: int) -> int:
+    """Memory that making a Rope takes: its table, with the angles, cosines and sines of it."""
+    if isinstance(spec.scaling, DynamicScaling):
+        return 0
+    halves = 7 if isinstance(spec.scaling, LongScaling) else 5
+    return halves * max_position * (spec.head_dim // 2) * torch.float32.itemsize
+
+
 def _dynamic_rows(spec: RopeSpec, scaling: DynamicScaling, ctx: ForwardContext) -> Tensor:
     """cos_sin [T, head_dim] for this step's tokens: every length has its own frequencies."""
     dim, original = spec.head_dim, scaling.original_max_position
@@ -195,8 +203,8 @@ def _theta(parameters: Mapping[str, Any]) -> float:
 
 def _factor(parameters: Mapping[str, Any]) -> float:
     factor = float(parameters["factor"])
-    if factor < 1.0:
-        raise ValueError(f"factor must be at least 1, not {factor}")
+    if not 1.0 <= factor < math.inf:
+        raise ValueError(f"factor must be at least 1 and finite, not {factor}")
     return factor
 
 

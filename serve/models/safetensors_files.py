@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from serve.checkpoint.json_files import read_text
 from serve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -20,6 +25,14 @@ def find_files(folder: Path) -> tuple[Path, ...]:
     """The folder's weight files, each complete by its own header. Raises ConfigError."""
     if (folder / _SINGLE).exists():
         files = [folder / _SINGLE]
+        if (folder / _INDEX).exists():
+            logger.warning(
+                "%s: %s is read, as transformers does, and not the files of %s beside it; remove "
+                "what does not belong to the model",
+                folder,
+                _SINGLE,
+                _INDEX,
+            )
     elif (folder / _INDEX).exists():
         files = _files_of_index(folder / _INDEX)
     else:
@@ -67,21 +80,34 @@ def _open(file: Path) -> Iterator[Any]:
 
 def _files_of_index(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = json.loads(read_text(index))["weight_map"]
         names = sorted(set(weight_map.values()))
         if not all(isinstance(name, str) for name in names):
             raise TypeError("file names must be text")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{index}: not a readable index ({error!r}); download it again"
         ) from error
     for name in names:
-        if not (index.parent / name).is_file():
+        if not _is_inside(name):
+            raise ConfigError(
+                f"{index}: it names {name[:200]!r}, which is not a file of its folder; download "
+                "it again"
+            )
+        if not os.path.exists(index.parent / name):
             raise ConfigError(
                 f"{index.parent / name}: the file is missing although {_INDEX} names it; "
                 "download it again"
             )
     return [index.parent / name for name in names]
+
+
+def _is_inside(name: str) -> bool:
+    """Whether it names something below the folder. A link there may lead anywhere, as in a hub
+    cache."""
+    path = PurePath(name)
+    is_name = name.isprintable() and len(name) < 256
+    return is_name and not path.is_absolute() and ".." not in path.parts
 
 
 def _no_weights(folder: Path) -> str:

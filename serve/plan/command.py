@@ -6,8 +6,8 @@ import json
 
 from rich.console import Console
 
+from serve.checkpoint.hub import find_config
 from serve.config import EngineConfig
-from serve.hub import find_config
 from serve.plan.capacity import plan_capacity
 from serve.plan.report import as_json, print_plan
 from serve.plan.settings import PlanConfig

@@ -41,7 +41,7 @@ def with_recorded_flags(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _engine_line(path: Path) -> dict[str, Any] | None:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", newline="\n") as file:
             line = json.loads(file.readline())
     except (OSError, ValueError):
         return None  # whoever reads the workload says what is wrong with it

@@ -112,10 +112,11 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """The JSON objects of a JSONL file with their line numbers. Raises ConfigError."""
     found = []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}).") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    # JSON lines end with \n only; other ends of lines, such as U+2028, may stand in a text.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

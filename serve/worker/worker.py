@@ -28,6 +28,7 @@ from serve.worker.device import Device, find_device
 from serve.worker.executor import WorkerInfo
 from serve.worker.graphs import capture_sizes
 from serve.worker.kv_precision import cache_dtype, measured_scales
+from serve.worker.memory_check import check_memory
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
 from serve.worker.trial_steps import largest_plan, measuring_plan
@@ -75,6 +76,13 @@ class Worker:
             compute_name = str(self._dtype).removeprefix("torch.")
             logger.info("only weights are in %s; all else is in %s", dtype_name, compute_name)
         logger.info("attention: %s", why)
+        check_memory(
+            checkpoint,
+            self._device,
+            dtype=weights_dtype,
+            impl=model_impl(config),
+            quantization=config.model.quantization,
+        )
         with _fitting(self._device, "the model", "Serve a smaller one, or in a narrower --dtype."):
             self._model = build_model(
                 checkpoint,

@@ -125,3 +125,21 @@ def test_lengths_are_a_number_or_a_range() -> None:
 def test_impossible_options_are_refused(make) -> None:
     with pytest.raises(ConfigError, match="--"):
         make()
+
+
+def test_ben_41_lines_end_with_a_newline_only(tmp_path: Path) -> None:
+    prompts = ["a\u2028b\u0085c", "d\u2029e\u000bf\u000cg", "h\u001c\u001d\u001ei", "last"]
+    lines = [json.dumps({"prompt": text, "output_len": 3}, ensure_ascii=False) for text in prompts]
+    lines[1] = lines[1].replace(": ", ":\r", 1)  # white space, as far as JSON goes
+    path = tmp_path / "d.jsonl"
+    path.write_bytes("\r\n".join(["", *lines, "  "]).encode())
+    options = WorkloadOptions(dataset="jsonl", dataset_path=path, num_prompts=9)
+
+    assert [request.prompt for request in plan_requests(options, chat=False)] == prompts
+
+    path.write_bytes("\n".join([*lines, "{"]).encode())
+    with pytest.raises(ConfigError, match="line 5"):
+        plan_requests(options, chat=False)
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plan_requests(options, chat=False)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from serve.checkpoint.hub import find_model
 from serve.errors import ConfigError
-from serve.hub import find_model
 from tests.e2e.server_process import ServerProcess, serve
 from tests.e2e.tiny_model import save_tiny_model
 

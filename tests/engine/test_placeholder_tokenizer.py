@@ -61,6 +61,32 @@ def test_real_weights_need_a_tokenizer(config_alone: Path) -> None:
         load_tokenizer(config_alone, "auto")
 
 
+def test_dummy_weights_do_without_the_settings_of_a_tokenizer_that_is_not_there(
+    config_alone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((config_alone / "config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+
+    assert isinstance(load_tokenizer(tmp_path, "dummy"), PlaceholderTokenizer)
+
+
+@pytest.mark.parametrize("size", [2**31, 0, -5, "many", 1e9, True])
+def test_sec_49_an_absurd_number_of_ids_is_refused(tmp_path: Path, size: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+
+    with pytest.raises(ConfigError, match=r"config\.json: vocab_size is"):
+        load_tokenizer(tmp_path, "dummy")
+
+
+async def test_ids_beyond_the_vocabulary_have_no_text() -> None:
+    tokenizer = PlaceholderTokenizer(4_000_000)  # costs no more than a small one
+    assert tokenizer.token_text(3_999_999) == " <3999999>"
+    assert await tokenizer.decode([4_000_000, 5]) == "<5>"
+    assert tokenizer.max_token_id == 3_999_999
+    assert not tokenizer.tokens.knows(4_000_000)
+    tokenizer.close()
+
+
 @pytest.mark.parametrize(
     ("config", "size"),
     [({"vocab_size": 7}, 7), ({"text_config": {"vocab_size": 9}}, 9), ({}, None)],

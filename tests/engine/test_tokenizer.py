@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 from tokenizers import processors
+from tokenizers.models import WordLevel
 
 from serve.engine.tokenizer import Tokenizer
 from serve.engine.tokenizer_files import TokenizerFiles
@@ -117,6 +119,27 @@ async def test_a_broken_template_of_a_request_is_the_requests_error() -> None:
     with pytest.raises(InvalidRequest) as error:
         await served().apply_chat_template(HI, chat_template="{% if %}")
     assert error.value.param == "chat_template"
+    deep = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"
+    with pytest.raises(InvalidRequest, match="chat_template has an error: Recursion") as error:
+        await served().apply_chat_template(HI, chat_template=deep)
+    assert error.value.param == "chat_template"
+    assert "\n" not in str(error.value)
+
+
+async def test_sec_45_a_models_own_template_neither_hangs_nor_breaks_the_start(
+    tmp_path: Path,
+) -> None:
+    folder = saved_folder(tmp_path)
+    own = folder / "chat_template.jinja"
+    own.write_text("{{ 9**(9**8) % 7 }}")
+    with pytest.raises(InvalidRequest, match="asks for too much"):
+        await Tokenizer.load(folder).apply_chat_template(HI)
+    parentheses = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"
+    for broken in (parentheses, "{% for a in b %}" * 30, "x" * 10**6):
+        own.write_text(broken)
+        with pytest.raises(ConfigError, match="The chat template has an error") as error:
+            Tokenizer.load(folder)
+        assert "\n" not in str(error.value)
 
 
 def test_tpl_04_a_broken_template_file_is_a_start_error(tmp_path: Path) -> None:
@@ -138,6 +161,12 @@ async def test_half_a_surrogate_pair_is_the_requests_error(text: str) -> None:
         await served().encode(text)
     with pytest.raises(InvalidRequest, match="surrogate"):
         await served().apply_chat_template([{"role": "user", "content": text}])
+
+
+async def test_a_text_that_the_vocabulary_has_no_token_for_is_the_requests_error() -> None:
+    backend = Backend(WordLevel({"a": 0}, unk_token="[UNK]"))  # which is not there
+    with pytest.raises(InvalidRequest, match="cannot encode this text"):
+        await served(backend).encode("b")
 
 
 async def test_log_06_tokens_have_text_for_people_and_bytes_for_machines() -> None:

@@ -13,11 +13,14 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from serve.checkpoint.gguf_header import GGUFArray
 from serve.errors import ConfigError
 from serve.models.checkpoint import open_checkpoint
-from serve.models.gguf_file import GGUFFile
+from serve.models.footprint import read_footprint
+from serve.models.gguf_file import read_gguf_model
 from serve.models.rope import llama3_frequencies
 from serve.models.spec import Llama3Scaling
+from tests.checkpoint import gguf_bytes
 from tests.tiny_models import PagedRun, full_logits, load, make_config, make_model, random_tokens
 
 TOKENS = random_tokens(19, seed=7)
@@ -68,10 +71,12 @@ def write_gguf(
     kind: Kind = Kind.F32,
     settings: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    **split: Any,
 ) -> None:
-    """Write a model as llama.cpp would; `settings` are added under the architecture's prefix."""
+    """Write a model as llama.cpp would; `settings` are added under the architecture's prefix.
+    `split` are GGUFWriter's options for a model in several parts."""
     config = hf_model.config
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, **split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -201,6 +206,89 @@ def test_ops_15_rope_scaling_in_a_gguf_file_is_not_dropped(
     assert (_logits(tmp_path / "m.gguf") - full_logits(hf_model, TOKENS)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0}, 4.0),  # the key of old files
+        ({"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0}, 2.0),
+        ({"rope.scale_linear": 4.0, "rope.scaling.factor": 0.0}, 1.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+        ({"rope.scaling.type": "linear"}, 1.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, 1.0),
+        ({"rope.scaling.factor": 0.0}, 1.0),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 0.0}, 1.0),
+    ],
+)
+def test_mdl_41_a_rope_factor_without_a_type_is_linear_and_0_means_none(
+    tmp_path: Path, settings: dict[str, Any], factor: float
+) -> None:
+    rope = {"rope_theta": 10000.0, "rope_type": "linear", "factor": factor}
+    hf_model = make_model(make_config("llama", rope_parameters=rope))
+    write_gguf(tmp_path / "m.gguf", hf_model, "llama", settings=settings)
+
+    ours = load(tmp_path / "m.gguf")
+
+    logits = PagedRun(ours, [TOKENS]).run([[6], [1]])[0]
+    assert (logits - full_logits(hf_model, TOKENS)).abs().max() < 1e-4
+    assert ours.max_position == 64 * factor
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -2.0, 0.5])
+def test_mdl_41_an_impossible_rope_factor_is_refused(tmp_path: Path, factor: float) -> None:
+    settings = {"rope.scaling.factor": factor}
+    write_gguf(tmp_path / "m.gguf", make_model(make_config("llama")), "llama", settings=settings)
+
+    with pytest.raises(ConfigError, match=r"m\.gguf.*factor must be at least 1 and finite"):
+        load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("first_is_small", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_mdl_42_a_split_model_equals_the_whole_one(
+    tmp_path: Path, first_is_small: bool, tied: bool
+) -> None:
+    hf_model = make_model(make_config("llama", tie_word_embeddings=tied))
+    options = {"split_max_tensors": 5, "small_first_shard": first_is_small}
+    write_gguf(tmp_path / "x.gguf", hf_model, "llama", Kind.F16, **options)
+    parts = sorted(tmp_path.glob("x-*.gguf"))
+    write_gguf(tmp_path / "whole.gguf", hf_model, "llama", Kind.F16)
+
+    checkpoint = open_checkpoint(parts[0], "auto")
+
+    assert len(parts) > 5
+    assert checkpoint.files == tuple(parts)
+    whole = open_checkpoint(tmp_path / "whole.gguf", "auto")
+    assert checkpoint.hf_config.to_dict() == whole.hf_config.to_dict()
+    assert checkpoint.tensor_names() == whole.tensor_names()
+    assert torch.equal(_logits(parts[0]), _logits(tmp_path / "whole.gguf"))
+    footprints = [
+        read_footprint(
+            open_checkpoint(path, "dummy"), dtype=torch.float32, device_type="cpu", impl="auto"
+        )
+        for path in (parts[0], tmp_path / "whole.gguf")
+    ]
+    assert footprints[0] == footprints[1]
+
+    parts[3].unlink()
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ConfigError, match=f"{parts[3].name}: this part is missing"):
+            open_checkpoint(parts[0], load_format)
+    with pytest.raises(ConfigError, match=f"name its first part, {parts[0].name}"):
+        open_checkpoint(parts[1], "auto")
+
+
+def test_mdl_42_a_cut_part_is_named(tmp_path: Path) -> None:
+    hf_model = make_model(make_config("llama"))
+    write_gguf(tmp_path / "x.gguf", hf_model, "llama", split_max_tensors=9)
+    *_, last = sorted(tmp_path.glob("x-*.gguf"))
+    last.write_bytes(last.read_bytes()[:-64])
+
+    with pytest.raises(ConfigError, match=f"{last.name}: the file is cut short"):
+        open_checkpoint(tmp_path, "auto")
+
+
 def _divisors(scaling: Llama3Scaling, head_dim: int) -> np.ndarray:
     plain = 1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
     return (plain / llama3_frequencies(plain, scaling)).numpy().astype(np.float32)
@@ -320,6 +408,28 @@ def test_ops_13_every_truncation_of_a_gguf_file_is_one_clear_line(tmp_path: Path
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (gguf_bytes.tensor("t", 8, 0), "'t' has a dimension of 0"),
+        (gguf_bytes.tensor("t", 8, kind=999), "999 is not a valid"),
+        (gguf_bytes.tensor("t", 8, 3, kind=8), "'t' does not fill its blocks"),
+        (gguf_bytes.tensor("t", 2**62, 2**62), "the file is cut short"),
+        (gguf_bytes.tensor("t", 8, offset=2**62), "the file is cut short"),
+    ],
+)
+def test_sec_51_impossible_tensors_are_one_clear_line(
+    tmp_path: Path, entry: bytes, complaint: str
+) -> None:
+    file = gguf_bytes.write(tmp_path / "m.gguf", tensors=[entry], data=bytes(99))
+
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        open_checkpoint(file, "auto")
+
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [b"GGUF" + b"\xff" * 60, b"PK\x03\x04" * 20, b"GGUF" * 20])
 def test_ops_13_something_else_called_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
@@ -356,12 +466,12 @@ def test_the_header_reader_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     write_gguf(file, make_model(make_config("llama", **QUANTIZABLE)), "llama", Kind.Q8_0)
     theirs = gguf.GGUFReader(file)
 
-    with GGUFFile(file) as ours:
-        assert {t.name: (t.shape, t.kind, t.start) for t in ours.tensors} == {
-            t.name: (tuple(map(int, t.shape[::-1])), t.tensor_type, t.data_offset)
-            for t in theirs.tensors
-        }
-        for name, value in ours.settings.items():
-            if name != "tokenizer.ggml.tokens":
-                assert value == theirs.fields[name].contents()
-        assert ours.settings["tokenizer.ggml.tokens"] == 97
+    ours = read_gguf_model(file)
+
+    assert {t.name: (t.shape, t.kind, t.start) for t in ours.tensors} == {
+        t.name: (tuple(map(int, t.shape[::-1])), t.tensor_type, t.data_offset)
+        for t in theirs.tensors
+    }
+    for name, value in ours.settings.items():
+        read = value.read() if isinstance(value, GGUFArray) else value
+        assert read == theirs.fields[name].contents()

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,57 @@ def test_ops_13_a_missing_shard_is_named(folder: Path) -> None:
         open_checkpoint(folder, "auto")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model-00001-of-00002.safetensors",
+        "../../model.safetensors",
+        "a/../../model.safetensors",
+        "/etc/hostname",
+        "a\nb",
+        "a\0b",
+        "a" * 5000,
+    ],
+)
+def test_sec_51_an_index_that_leads_out_of_its_folder_is_named(folder: Path, name: str) -> None:
+    (folder / "sub").mkdir()
+    shutil.copy(folder / "config.json", folder / "sub")
+    weights = {"weight_map": {"lm_head.weight": name}}
+    (folder / "sub" / "model.safetensors.index.json").write_text(json.dumps(weights))
+
+    with pytest.raises(ConfigError, match=r"index\.json: it names .*not a file of") as caught:
+        open_checkpoint(folder / "sub", "auto")
+
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_that_is_a_link_may_lie_anywhere(folder: Path, tmp_path_factory: Any) -> None:
+    """As in a hub cache."""
+    elsewhere = tmp_path_factory.mktemp("blobs")
+    for file in _shard(folder):
+        file.rename(elsewhere / file.name)
+        file.symlink_to(elsewhere / file.name)
+
+    assert _logits(folder).isfinite().all()
+
+
+def test_mdl_44_the_single_file_comes_before_an_index_and_that_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = _logits(folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    shards = _shard(folder)
+    _edit = load_file(shards[0])
+    save_file({n: t + 1 for n, t in _edit.items()}, shards[0], metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(whole)
+
+    assert torch.equal(_logits(folder), expected)
+    (warning,) = {r.getMessage() for r in caplog.records if r.levelname == "WARNING"}
+    assert "model.safetensors is read" in warning
+    assert "index.json beside it" in warning
+    assert "\n" not in warning
+
+
 def _directory(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -265,6 +317,15 @@ def test_ops_13_an_impossible_size_in_the_config_is_named(
 
     assert str(folder / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SIZES_OF_A_CONFIG)
+def test_sec_49_an_absurd_size_in_the_config_is_named(folder: Path, name: str) -> None:
+    for value in (2**62, [16, 2**62]):
+        _edit_config(folder, **{name: value})
+        for load_format in ("auto", "dummy"):
+            with pytest.raises(ConfigError, match=rf"config\.json: {name} is {2**62}, and at most"):
+                open_checkpoint(folder, load_format)
 
 
 @pytest.mark.parametrize("window", [0, -4])

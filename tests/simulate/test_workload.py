@@ -132,6 +132,17 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, says: st
     assert "bad.jsonl" in str(caught.value)
 
 
+def test_ben_41_lines_end_with_a_newline_only(tmp_path: Path) -> None:
+    lines = [
+        {"arrival": 0.0, "prompt_len": 30, "output_len": 4, "user": "a\u2028b\u0085c\u2029"},
+        {"arrival": 1.0, "prompt_len": 20, "output_len": 3},
+    ]
+    text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "w.jsonl").write_bytes(text.replace(": ", ":\r").encode())
+    first, second = read_workload(tmp_path / "w.jsonl")
+    assert (first.user, second.prompt_len) == ("a\u2028b\u0085c\u2029", 20)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.jsonl"):
         read_workload(tmp_path / "none.jsonl")

@@ -157,12 +157,38 @@ def test_the_largest_step_runs_with_a_null_block_alone(
     assert info.num_blocks == 100_000 // (2 * 2 * 2 * 16 * 4 * 16) - 1
 
 
-def test_a_model_larger_than_the_memory_of_a_cpu_is_told(model: Path, tmp_path: Path) -> None:
-    values = json.loads((model / "config.json").read_text()) | {"intermediate_size": 10**13}
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"vocab_size": 2**22, "hidden_size": 2**16},
+        {"intermediate_size": 2**24, "hidden_size": 2**16},
+        {"num_hidden_layers": 2**10, "hidden_size": 2**16},
+        {"max_position_embeddings": 2**31},
+    ],
+)
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_sec_49_a_model_larger_than_the_memory_is_told_before_it_is_built(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    impl: Literal["native", "transformers"],
+    sizes: dict[str, int],
+    load_format: Literal["auto", "dummy"],
+) -> None:
+    if impl == "transformers" and "max_position_embeddings" in sizes:
+        pytest.skip("their tables are no longer than the positions of a step")
+    values = json.loads((model / "config.json").read_text()) | sizes
     (tmp_path / "config.json").write_text(json.dumps(values))
-    settings = replace(config(), model=ModelConfig(load_format="dummy"))
-    with pytest.raises(ConfigError, match=r"the model does not fit on cpu \("):
+    (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
+    monkeypatch.setattr(worker, "build_model", None)  # it is not reached
+    settings = replace(config(), model=ModelConfig(load_format=load_format, model_impl=impl))
+    with pytest.raises(
+        ConfigError, match=r"config\.json: the model does not fit on cpu \("
+    ) as caught:
         LocalExecutor(settings, tmp_path).start()
+    for name, size in sizes.items():
+        assert f"{name} {size}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

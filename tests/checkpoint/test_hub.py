@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from serve.checkpoint.hub import DEFAULT_MODEL, PackagedModel, find_model, find_packaged_model
 from serve.errors import ConfigError
-from serve.hub import DEFAULT_MODEL, PackagedModel, find_model, find_packaged_model
 
 FILE_NAME = "tiny.gguf"
 CONTENT = b"GGUF" + bytes(4096)
@@ -261,7 +261,8 @@ def find_in_fresh_process(
     model: str, hub: str, home: Path, revision: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     code = (
-        "import sys; from serve.hub import find_model; from serve.errors import ConfigError\n"
+        "import sys; from serve.checkpoint.hub import find_model\n"
+        "from serve.errors import ConfigError\n"
         "try: print(find_model(sys.argv[1], sys.argv[2] or None))\n"
         "except ConfigError as error: print(error); sys.exit(1)"
     )

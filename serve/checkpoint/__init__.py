@@ -1,0 +1,1 @@
+"""A model's files on this disk: found, fetched, and read without torch."""
