@@ -20,11 +20,11 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from serve.api.app import create_app
-from serve.api.metrics import Metrics
+from serve.api.figures.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
-from serve.engine.ipc import Codec
 from serve.http_protocol import HttpProtocol
+from serve.link.ipc import Codec
 from serve.messages import (
     AbortRequests,
     AddRequest,

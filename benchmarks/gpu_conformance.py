@@ -13,7 +13,7 @@ from benchmarks.gpu_machine import Machine
 from serve.kernels import reference
 from serve.kernels.base import HeadNorms
 from serve.kernels.triton import sampling, triton_kernels
-from serve.worker.noise import gumbel, noise_keys, token_hashes
+from serve.worker.sampling.noise import gumbel, noise_keys, token_hashes
 from tests.kernels.ragged import Options, Shape, make_step, relative_error
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -28,7 +28,7 @@ from typing import Any
 
 import serve
 from serve.api.app import create_app
-from serve.api.metrics import Metrics
+from serve.api.figures.metrics import Metrics
 from serve.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.build import build_engine_core, core_over

@@ -36,7 +36,7 @@ from serve.bench.workload import random_token_ids
 from serve.kernels.base import Kernels, PackedLinear
 from serve.kernels.cpu.linear import CpuLinear
 from serve.llm import engine_config
-from serve.worker.sampler import Sampler
+from serve.worker.sampling.sampler import Sampler
 
 HERE = Path(__file__).parent
 LOADS = "1,2,3,4"

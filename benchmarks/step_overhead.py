@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from serve.engine.step_log import StepLog
+from serve.engine.inspect.step_log import StepLog
 from serve.kv_cache.manager import KVCacheManager
 from serve.kv_cache.prefix_index import BlockHashes
 from serve.messages import AddRequest

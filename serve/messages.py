@@ -83,7 +83,7 @@ class Shutdown:
 class Control:
     """Show or change something between two steps; `ControlResult` with the same `call_id` answers.
 
-    What there is by `name`, with its `args`: see `serve.engine.controls`.
+    What there is by `name`, with its `args`: see `serve.engine.inspect.controls`.
     """
 
     call_id: int

@@ -21,18 +21,18 @@ import uvloop
 
 from serve import __version__, logs
 from serve.api.app import create_app
-from serve.api.limits_file import read_limits
-from serve.api.metrics import Metrics
+from serve.api.clients.limits_file import read_limits
+from serve.api.figures.metrics import Metrics
 from serve.checkpoint.hub import DEFAULT_MODEL, find_model
 from serve.config import EngineConfig, ServerConfig, api_keys_from_environment
 from serve.engine.async_engine import AsyncEngine
-from serve.engine.placeholder_tokenizer import load_tokenizer
-from serve.engine.process import ProcessClient
+from serve.engine.process.process_client import ProcessClient
 from serve.engine.served_model import read_generation_config
 from serve.engine.succession import Succession
 from serve.engine.vigil import Patience
 from serve.errors import ConfigError
 from serve.http_protocol import HttpLimits, HttpProtocol
+from serve.text.placeholder_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

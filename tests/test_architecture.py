@@ -36,16 +36,44 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": set(),
     "scheduler": {"kv_cache"},
     "worker": {"models", "kernels", "kv_cache.storage", "kv_cache.block_copy", "scheduler.output"},
-    "engine": {"scheduler", "kv_cache", "worker", "models", "kernels", "checkpoint", "logs"},
+    "text": {"checkpoint"},
+    "link": set(),
+    "engine": {"scheduler", "kv_cache", "worker", "text", "link", "checkpoint", "logs"},
     "settings_file": set(),
     "http_protocol": set(),
-    "api": {"engine", "settings_file"},
-    "llm": {"engine", "checkpoint"},
-    "server": {"http_protocol", "api", "engine", "checkpoint", "logs"},
+    "api": {"engine", "text", "settings_file"},
+    "llm": {"engine", "text", "checkpoint"},
+    "server": {"http_protocol", "api", "engine", "text", "checkpoint", "logs"},
     "bench": {"llm", "flags"},
-    "simulate": {"flags", "engine", "worker.executor", "worker.cache_size", "scheduler.output"},
+    "simulate": {
+        "flags",
+        "engine",
+        "worker.executor",
+        "worker.startup.cache_size",
+        "scheduler.output",
+    },
     "plan": {"models", "worker", "checkpoint"},
     "cli": {"server", "bench", "simulate", "plan", "flags", "settings_file"},
+}
+
+# Which other rooms of its part each room may import, besides what lies in the part's own hall.
+ROOM_MAY_IMPORT: dict[str, set[str]] = {
+    "api.protocol": set(),
+    "api.figures": set(),
+    "api.clients": set(),
+    "api.answering": {"api.protocol", "api.clients"},
+    "api.openai": {"api.answering", "api.clients", "api.protocol"},
+    "api.anthropic": {"api.openai", "api.answering", "api.protocol"},
+    "api.admin": {"api.answering", "api.protocol"},
+    "engine.inspect": set(),
+    "engine.process": set(),
+    "scheduler.policy": set(),
+    "worker.device": set(),
+    "worker.sampling": {"worker.device"},
+    "worker.startup": {"worker.device"},
+    "models.weights": set(),
+    "kernels.cpu": set(),
+    "kernels.triton": set(),
 }
 
 # Third-party (or standard) modules that may be imported only in these parts or modules.
@@ -60,8 +88,8 @@ ONLY_IN: dict[str, set[str]] = {
     "uvloop": {"server", "bench"},
     "cyclopts": {"cli", "flags", "bench", "simulate.flags"},
     "yaml": {"settings_file"},
-    "zmq": {"engine.ipc", "engine.process"},
-    "msgspec": {"engine.ipc", "engine.process"},
+    "zmq": {"link"},
+    "msgspec": {"link"},
     "huggingface_hub": {"checkpoint.hub"},
 }
 
@@ -132,15 +160,11 @@ def test_an_import_against_the_direction_is_seen(module: str, line: str) -> None
     assert len(forbidden_imports(module, ast.parse(line))) == 1
 
 
-# These know each other: one chooses among them, and all need the protocols that stand with it.
-DEVICES = {"worker.device", "worker.cuda_device", "worker.uploads"}
-
-
 def uses(module: str, tree: ast.Module) -> set[str]:
     """Modules of ours that this one imports, or names from."""
     names = {name.removeprefix("serve.") for name in imports(tree)}
     found = names | {name.rpartition(".")[0] for name in names}
-    return (found & MODULES.keys()) - (DEVICES if module in DEVICES else {module})
+    return (found & MODULES.keys()) - {module}
 
 
 def test_modules_import_each_other_in_no_circle_not_even_for_types() -> None:
@@ -150,8 +174,31 @@ def test_modules_import_each_other_in_no_circle_not_even_for_types() -> None:
         TopologicalSorter({**graph, "errors": {"server"}}).prepare()
 
 
-def test_every_part_has_its_row_in_the_table() -> None:
+def test_every_part_and_every_room_has_its_row_in_the_tables() -> None:
     assert {part_of(name) for name in MODULES} <= set(MAY_IMPORT)
+    assert {room_of(name) for name in MODULES} - {None} == set(ROOM_MAY_IMPORT)
+
+
+def room_of(module: str) -> str | None:
+    """worker.device.uploads → worker.device; None for what lies in its part's hall."""
+    names = module.removesuffix(".__init__").split(".")
+    depth = 3 if not module.endswith(".__init__") else 2
+    return ".".join(names[:2]) if len(names) >= depth else None
+
+
+def forbidden_rooms(module: str, tree: ast.Module) -> set[str]:
+    room = room_of(module)
+    if room is None:
+        return set()
+    others = {room_of(used) for used in uses(module, tree) if part_of(used) == part_of(module)}
+    return {other for other in others if other} - ROOM_MAY_IMPORT[room] - {room}
+
+
+def test_rooms_know_only_those_below_them() -> None:
+    for module, tree in MODULES.items():
+        assert forbidden_rooms(module, tree) == set(), module
+    line = ast.parse("from serve.api.openai.chat import prepare")
+    assert forbidden_rooms("api.answering.choices", line) == {"api.openai"}
 
 
 def test_libraries_stay_in_their_place() -> None:
@@ -217,7 +264,7 @@ def test_torch_stays_out_of_the_scheduler_and_the_logical_cache() -> None:
 
 def test_only_the_cuda_device_knows_cuda() -> None:
     for module, tree in MODULES.items():
-        if module != "worker.cuda_device" and part_of(module) != "kernels":
+        if module != "worker.device.cuda_device" and part_of(module) != "kernels":
             known = [*imports(tree), *attribute_chains(tree)]
             assert not [name for name in known if name.startswith("torch.cuda")], module
 
@@ -298,7 +345,7 @@ def test_the_core_imports_without_the_server_packages() -> None:
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
     server_side = {"api", "bench", "cli", "flags", "http_protocol", "server"}
-    lazily_imported = {"engine.ipc", "engine.process", "simulate.flags"}
+    lazily_imported = {"link.ipc", "engine.process.process_client", "simulate.flags"}
     core = [
         f"serve.{name}".removesuffix(".__init__")
         for name in MODULES

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from serve.kernels import reference
 from serve.kernels.base import AttentionMetadata, ForwardContext
 from serve.models.base import CausalModel
-from serve.models.checkpoint import open_checkpoint
 from serve.models.registry import build_model
+from serve.models.weights.checkpoint import open_checkpoint
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

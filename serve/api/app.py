@@ -6,20 +6,24 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from serve import __version__
-from serve.api.anthropic import anthropic_routes
-from serve.api.anthropic_errors import AnthropicErrors
-from serve.api.auth import OPEN_PATHS, ApiKeyGuard
-from serve.api.chat import chat_routes
-from serve.api.client_limits import ClientLimits
-from serve.api.completions import completion_routes
-from serve.api.control import control_routes
+from serve.api.admin.control import control_routes
+from serve.api.admin.prefix_cache import prefix_cache_routes
+from serve.api.admin.scheduler_routes import scheduler_routes
+from serve.api.admin.system import system_routes
+from serve.api.admin.tokenize import tokenize_routes
+from serve.api.anthropic.errors import AnthropicErrors
+from serve.api.anthropic.messages import anthropic_routes
+from serve.api.clients.auth import OPEN_PATHS, ApiKeyGuard
+from serve.api.clients.client_limits import ClientLimits
+from serve.api.clients.limits_file import read_limits
+from serve.api.clients.origins import HostGuard, OriginGuard, allowed_hosts
 from serve.api.errors import install_error_handlers
+from serve.api.figures.metrics import Metrics
 from serve.api.head import HeadAsGet
-from serve.api.limits_file import read_limits
-from serve.api.metrics import Metrics
+from serve.api.openai.chat import chat_routes
+from serve.api.openai.completions import completion_routes
+from serve.api.openai.responses import responses_routes
 from serve.api.openapi import describe_bodies
-from serve.api.origins import HostGuard, OriginGuard, allowed_hosts
-from serve.api.prefix_cache import prefix_cache_routes
 from serve.api.protocol.anthropic import CountTokensRequest, MessagesRequest
 from serve.api.protocol.chat import ChatCompletionRequest
 from serve.api.protocol.completions import CompletionRequest
@@ -29,11 +33,7 @@ from serve.api.protocol.responses import ResponsesRequest
 from serve.api.protocol.scheduler import SchedulerSettings
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from serve.api.request_id import RequestIds
-from serve.api.responses import responses_routes
-from serve.api.scheduler_routes import scheduler_routes
 from serve.api.service import Service
-from serve.api.system import system_routes
-from serve.api.tokenize import tokenize_routes
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 

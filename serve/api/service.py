@@ -9,10 +9,10 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from serve.api.client_limits import ClientLimits
-from serve.api.clients import Client, client_of
-from serve.api.limits_file import LimitsFile
-from serve.api.metrics import Metrics
+from serve.api.clients.client import Client, client_of
+from serve.api.clients.client_limits import ClientLimits
+from serve.api.clients.limits_file import LimitsFile
+from serve.api.figures.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.errors import ModelNotFound
@@ -30,7 +30,7 @@ class OpenRequest(Protocol):
 
 @dataclass(slots=True)
 class OpenRequests:
-    """The generation requests that are open; changed only by `serve.api.generation`."""
+    """The generation requests that are open; changed only by `serve.api.answering.generation`."""
 
     members: set[OpenRequest] = field(default_factory=set)
 

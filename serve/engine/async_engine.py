@@ -19,14 +19,12 @@ from typing import Any
 
 from serve.engine.client import EngineClient
 from serve.engine.control_calls import Answer, ControlCalls, value_of
-from serve.engine.detokenizer import Detokenizer, text_plan
 from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
 from serve.engine.prepared import Prepared
 from serve.engine.request_limits import check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
-from serve.engine.tokenizer import Tokenizer
 from serve.engine.vigil import Patience, Vigil
 from serve.errors import EngineDead, RequestAborted, ServeError, ShuttingDown
 from serve.messages import (
@@ -41,6 +39,8 @@ from serve.messages import (
     TokenDelta,
 )
 from serve.sampling_params import SamplingParams
+from serve.text.detokenizer import Detokenizer, text_plan
+from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from serve.config import CacheConfig, EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.engine.inspect.trace import TraceFile
 from serve.engine.prefix_file import PrefixFile
-from serve.engine.trace import TraceFile
 from serve.errors import ConfigError
 from serve.kv_cache.block_table import num_blocks_for
 from serve.kv_cache.manager import KVCacheManager

@@ -7,11 +7,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.engine.controls import Controls
 from serve.engine.health_probe import answers
+from serve.engine.inspect.controls import Controls
+from serve.engine.inspect.step_log import OpenStep, StepLog
+from serve.engine.inspect.trace import TraceFile
 from serve.engine.prefix_file import PrefixFile
-from serve.engine.step_log import OpenStep, StepLog
-from serve.engine.trace import TraceFile
 from serve.errors import EngineDead, OutOfMemory, QueueFull, RequestError
 from serve.messages import (
     AbortRequests,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from serve.engine.detokenizer import TextPlan
 from serve.sampling_params import SamplingParams
+from serve.text.detokenizer import TextPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from serve.engine.detokenizer import Detokenizer
 from serve.engine.observer import FinishedRequest
 from serve.engine.outputs import RequestOutput, joined
-from serve.engine.repetition import RepetitionDetector
 from serve.errors import ServeError
 from serve.messages import AddRequest, FinishReason, RequestTimes, TokenDelta, Told
+from serve.text.detokenizer import Detokenizer
+from serve.text.repetition import RepetitionDetector
 
 MAX_UNJOINED = 64
 """Outputs that a slow reader leaves are joined now and then, so that they take little memory."""

@@ -13,9 +13,9 @@ from typing import Literal
 
 from serve.checkpoint.find import find_gguf
 from serve.checkpoint.json_files import read_json_object
-from serve.engine.gguf_tokenizer import read_gguf_end_ids
 from serve.errors import ConfigError, InvalidRequest
 from serve.sampling_params import SamplingParams
+from serve.text.gguf_tokenizer import read_gguf_end_ids
 
 logger = logging.getLogger(__name__)
 

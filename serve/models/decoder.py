@@ -9,9 +9,9 @@ from torch import Tensor
 from serve.kernels.base import DecoderParts, DecoderStack, ForwardContext, Kernels
 from serve.models.base import LayerCache
 from serve.models.layers import LayerByLayer, pack, pack_layer
-from serve.models.parameters import DecoderParameters, LinearParameters
 from serve.models.rope import Rope
 from serve.models.spec import DecoderSpec, RopeSpec
+from serve.models.weights.parameters import DecoderParameters, LinearParameters
 
 
 class DecoderModel:

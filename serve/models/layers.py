@@ -15,8 +15,8 @@ from serve.kernels.base import (
     PackedLinear,
 )
 from serve.kernels.reference import prepare_heads_by_parts
-from serve.models.parameters import LayerParameters, LinearParameters
 from serve.models.spec import DecoderSpec
+from serve.models.weights.parameters import LayerParameters, LinearParameters
 
 
 def pack(linear: LinearParameters, kernels: Kernels) -> PackedLinear:

@@ -10,18 +10,18 @@ import torch
 from serve.errors import ConfigError
 from serve.kernels.base import Kernels
 from serve.models.base import CausalModel
-from serve.models.checkpoint import Checkpoint
 from serve.models.decoder import DecoderModel
 from serve.models.families import config_head_dim, read_spec
-from serve.models.loader import load_parameters
-from serve.models.parameters import (
+from serve.models.spec import DecoderSpec
+from serve.models.weights.checkpoint import Checkpoint
+from serve.models.weights.loader import load_parameters
+from serve.models.weights.parameters import (
     EMBEDDING,
     HEAD,
     DecoderParameters,
     allocate,
     fill_randomly,
 )
-from serve.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 

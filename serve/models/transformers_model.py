@@ -22,8 +22,8 @@ from transformers.utils import logging as hf_logging
 from serve.errors import ConfigError
 from serve.kernels.base import AttentionBackend, ForwardContext, Kernels
 from serve.models.base import LayerCache
-from serve.models.checkpoint import Checkpoint
 from serve.models.rope import KINDS, scaled_max_position
+from serve.models.weights.checkpoint import Checkpoint
 
 _ATTENTION = "serve_paged"
 

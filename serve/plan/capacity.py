@@ -9,19 +9,15 @@ from pathlib import Path
 import torch
 
 from serve.config import Count, DeviceConfig, EngineConfig
-from serve.models.checkpoint import Checkpoint, open_checkpoint
-from serve.models.footprint import Footprint, read_footprint
+from serve.models.weights.checkpoint import Checkpoint, open_checkpoint
+from serve.models.weights.footprint import Footprint, read_footprint
 from serve.plan.settings import PlanConfig
-from serve.worker import host_memory
-from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.device import (
-    CPU_TOKEN_BUDGET,
-    cpu_pool_bytes,
-    find_device,
-    gpu_share,
-    gpu_token_budget,
-)
-from serve.worker.kv_precision import cache_dtype
+from serve.worker.device import host_memory
+from serve.worker.device.cpu_device import CPU_TOKEN_BUDGET, cpu_pool_bytes
+from serve.worker.device.device import gpu_share, gpu_token_budget
+from serve.worker.device.find_device import find_device
+from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
+from serve.worker.startup.kv_precision import cache_dtype
 from serve.worker.worker import model_impl
 
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)  # context, libraries' workspaces: what torch does not hold

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from serve.kv_cache.manager import KVCacheManager
-from serve.scheduler.headroom import Headroom
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import RowData
 from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.policy.headroom import Headroom
+from serve.scheduler.policy.service_order import ServiceOrder
+from serve.scheduler.policy.step_costs import StepCosts
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
-from serve.scheduler.service_order import ServiceOrder
-from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.totals import Totals
 
 

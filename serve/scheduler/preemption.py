@@ -7,10 +7,10 @@ import logging
 from serve.kv_cache.manager import KVCacheManager
 from serve.scheduler.admission import Admission
 from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.policy.victims import PreemptionMode, Victims
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
 from serve.scheduler.totals import Totals
-from serve.scheduler.victims import PreemptionMode, Victims
 
 logger = logging.getLogger(__name__)
 

@@ -16,22 +16,22 @@ from serve.scheduler.admission import Admission
 from serve.scheduler.back_pressure import BackPressure
 from serve.scheduler.deadlines import Deadlines
 from serve.scheduler.drain_rate import DrainRate
-from serve.scheduler.headroom import Headroom
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits, check_fits
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.policy.headroom import Headroom
+from serve.scheduler.policy.prefill_delay import PrefillDelay
+from serve.scheduler.policy.service_order import ServiceOrder
+from serve.scheduler.policy.step_costs import StepCosts
+from serve.scheduler.policy.token_budget import TokenBudget
+from serve.scheduler.policy.victims import Victims
 from serve.scheduler.preemption import Preemption
-from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.request import Request, make_request
 from serve.scheduler.roster import Roster
-from serve.scheduler.service_order import ServiceOrder
-from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.step_planner import StepPlanner
 from serve.scheduler.step_results import StepResults
-from serve.scheduler.token_budget import TokenBudget
 from serve.scheduler.totals import Totals
-from serve.scheduler.victims import Victims
 
 
 class Scheduler:

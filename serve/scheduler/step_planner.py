@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from serve.scheduler.admission import Admission
-from serve.scheduler.headroom import Headroom
 from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.policy.headroom import Headroom
+from serve.scheduler.policy.prefill_delay import PrefillDelay
 from serve.scheduler.preemption import Preemption
-from serve.scheduler.prefill_delay import PrefillDelay
 from serve.scheduler.roster import Roster
 
 

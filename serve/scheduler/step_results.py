@@ -8,11 +8,11 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.messages import FinishReason, TokenDelta
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput, StepResult
+from serve.scheduler.policy.step_costs import StepCosts
 from serve.scheduler.preemption import Preemption
 from serve.scheduler.progress import count_prompt_tokens, describe_gain
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
-from serve.scheduler.step_costs import StepCosts
 from serve.scheduler.stopping import append_until_end
 from serve.scheduler.totals import Totals
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import EngineStats
-from serve.scheduler.victims import PreemptionMode
+from serve.scheduler.policy.victims import PreemptionMode
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.config import Count
-from serve.engine.settings import LIVE_SETTINGS
+from serve.engine.inspect.settings import LIVE_SETTINGS
 from serve.errors import ConfigError
 from serve.simulate.settings import MachineConfig
 

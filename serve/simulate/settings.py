@@ -12,8 +12,8 @@ from serve.simulate.cost import LinearCost
 from serve.simulate.executor import VOCAB_SIZE
 from serve.simulate.figures import Targets
 from serve.simulate.workload import SimRequest, Synthetic, draw, read_workload
-from serve.worker.cache_size import size_cache, token_budget
 from serve.worker.executor import WorkerInfo
+from serve.worker.startup.cache_size import size_cache, token_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

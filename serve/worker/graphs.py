@@ -28,7 +28,7 @@ from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata, ForwardContext
 from serve.models.base import CausalModel
-from serve.worker.device import CapturedWork, GraphRecorder
+from serve.worker.device.device import CapturedWork, GraphRecorder
 from serve.worker.input_builder import ModelInput
 
 logger = logging.getLogger(__name__)

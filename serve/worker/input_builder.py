@@ -15,9 +15,9 @@ from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata
 from serve.scheduler.output import ScheduledRequest
+from serve.worker.device.device import Uploads
 from serve.worker.request_rows import RequestRows
-from serve.worker.sampling_columns import Rows
-from serve.worker.uploads import Uploads
+from serve.worker.sampling.sampling_columns import Rows
 
 
 @dataclass(frozen=True, slots=True)

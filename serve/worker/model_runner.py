@@ -19,14 +19,13 @@ from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
 from serve.scheduler.output import SchedulerOutput, StepResult
-from serve.worker.device import Device, PendingCopy
+from serve.worker.device.device import Device, PendingCopy, Uploads
 from serve.worker.graphs import DecodeGraphs
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
-from serve.worker.logit_edits import LogitEditor
-from serve.worker.logprobs import PendingLogprobs, concatenate
 from serve.worker.request_rows import RequestRows
-from serve.worker.sampler import LogprobsMode, Sampler
-from serve.worker.uploads import Uploads
+from serve.worker.sampling.logit_edits import LogitEditor
+from serve.worker.sampling.logprobs import PendingLogprobs, concatenate
+from serve.worker.sampling.sampler import LogprobsMode, Sampler
 
 _SCORE_ELEMENTS = 2**23
 """Most logits held at once while scoring prompts: 32 MiB, however long the prompt."""

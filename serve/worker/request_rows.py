@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from serve.scheduler.output import RowData
-from serve.worker.device import Device
-from serve.worker.listed_tokens import longest_start
-from serve.worker.sampling_columns import Rows, SamplingColumns, Wish
-from serve.worker.token_memory import LastTokens, TokenCounts
+from serve.worker.device.device import Device
+from serve.worker.sampling.listed_tokens import longest_start
+from serve.worker.sampling.sampling_columns import Rows, SamplingColumns, Wish
+from serve.worker.sampling.token_memory import LastTokens, TokenCounts
 
 _REMEMBERED = int(Wish.PENALTIES | Wish.BAD_WORDS)
 

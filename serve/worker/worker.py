@@ -15,23 +15,24 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, OutOfMemory
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
-from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.decoder import DecoderModel
-from serve.models.footprint import read_footprint
-from serve.models.kv_scales import read_kv_scales
 from serve.models.registry import build_model, head_dims
-from serve.worker import host_memory
+from serve.models.weights.checkpoint import Checkpoint, open_checkpoint
+from serve.models.weights.footprint import read_footprint
+from serve.models.weights.kv_scales import read_kv_scales
 from serve.worker.block_file import BlockFile
-from serve.worker.cache_identity import cache_identity, identity_digest
-from serve.worker.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.device import Device, find_device
+from serve.worker.device import host_memory
+from serve.worker.device.device import Device
+from serve.worker.device.find_device import find_device
 from serve.worker.executor import WorkerInfo
 from serve.worker.graphs import capture_sizes
-from serve.worker.kv_precision import cache_dtype, measured_scales
-from serve.worker.memory_check import check_memory
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
-from serve.worker.trial_steps import largest_plan, measuring_plan
+from serve.worker.startup.cache_identity import cache_identity, identity_digest
+from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
+from serve.worker.startup.kv_precision import cache_dtype, measured_scales
+from serve.worker.startup.memory_check import check_memory
+from serve.worker.startup.trial_steps import largest_plan, measuring_plan
 
 logger = logging.getLogger(__name__)
 

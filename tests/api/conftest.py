@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from serve.api.app import create_app
-from serve.api.metrics import Metrics
+from serve.api.figures.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.messages import AddRequest

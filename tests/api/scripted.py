@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from serve.engine.tokenizer import Tokenizer
-from serve.engine.tokenizer_files import TokenizerFiles
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -30,6 +28,8 @@ from serve.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from serve.text.tokenizer import Tokenizer
+from serve.text.tokenizer_files import TokenizerFiles
 
 WORDS = (" Hello", " world", " one", " two", " three", " four", "Hello", "one")
 TEMPLATE = (

@@ -14,9 +14,9 @@ import pytest
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
 from serve.scheduler.invariants import check_scheduler
+from tests.api.answering.test_streaming import wait_until
 from tests.api.conftest import Server
 from tests.api.stepped import SteppedClient, stepped_server
-from tests.api.test_streaming import wait_until
 from tests.fakes import FakeExecutor
 
 

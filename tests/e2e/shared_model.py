@@ -19,12 +19,12 @@ from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage
 from serve.messages import AddRequest, EngineStats, FromEngine, ToEngine, TokenLogprobs
 from serve.models.base import CausalModel
-from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.registry import build_model, head_dims
+from serve.models.weights.checkpoint import Checkpoint, open_checkpoint
 from serve.sampling_params import SamplingParams
 from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
-from serve.worker.device import CpuDevice
+from serve.worker.device.cpu_device import CpuDevice
 from serve.worker.executor import PendingTokens, WorkerInfo
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from serve.engine.tokenizer import Tokenizer
-from serve.models.checkpoint import Checkpoint
+from serve.models.weights.checkpoint import Checkpoint
+from serve.text.tokenizer import Tokenizer
 from tests.e2e.shared_model import MAX_MODEL_LEN, Completion, Engine, SharedModel, greedy
 
 TIE = 1e-4

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.engine.tokenizer import Tokenizer
 from serve.messages import TokenLogprobs
+from serve.text.tokenizer import Tokenizer
 from tests.e2e.passages import PASSAGES
 from tests.e2e.shared_model import Completion, Engine, SharedModel, greedy
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from serve.config import EngineConfig
 from serve.engine.build import core_over
 from serve.engine.core import EngineCore, Inbox, Outbox
-from serve.engine.engine_process import run_engine_process
+from serve.engine.process.engine_process import run_engine_process
 from serve.errors import ConfigError
 from serve.messages import EngineReady
 from serve.scheduler.output import SchedulerOutput

@@ -24,8 +24,8 @@ from serve.messages import (
     ToEngine,
     TokenDelta,
 )
-from tests.engine.tiny_tokenizers import served
 from tests.fakes import FakeExecutor
+from tests.text.tiny_tokenizers import served
 
 READY = EngineReady(
     max_model_len=200,

@@ -34,8 +34,8 @@ from serve.messages import (
 from serve.sampling_params import SamplingParams
 from tests.engine.fake_front import Notebook, ScriptedClient
 from tests.engine.test_async_engine import FOUR, collect, ids, read, settle, text_of
-from tests.engine.tiny_tokenizers import served
 from tests.fakes import FakeExecutor, reference_completion
+from tests.text.tiny_tokenizers import served
 
 SEEN = RequestTimes(5.0, 6.0, 7.0, 7.0, 2)
 

@@ -17,14 +17,14 @@ from serve.kv_cache.prefix_cache import PrefixCache
 from serve.kv_cache.prefix_index import BlockHashes
 from serve.messages import AddRequest, FinishReason, TokenDelta
 from serve.scheduler.admission import Admission
-from serve.scheduler.headroom import Headroom
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.policy.headroom import Headroom
+from serve.scheduler.policy.service_order import ServiceOrder
 from serve.scheduler.preemption import Preemption
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.service_order import ServiceOrder
 from serve.scheduler.step_planner import StepPlanner
 from tests.fakes import FakeExecutor
 from tests.starvation import check_nobody_starves

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from serve.sampling_params import SamplingParams
-from serve.worker.noise import gumbel, noise_keys, token_hashes
+from serve.worker.sampling.noise import gumbel, noise_keys, token_hashes
 from tests.worker.harness import Asked
 
 EVERY_WISH = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve.kernels.base import LogprobTensors, SamplingKernels
-from serve.worker.logprobs import score
+from serve.worker.sampling.logprobs import score
 from tests.kernels.cpu_kernels import compiled
 from tests.kernels.sampling_twin import EVERY_WISH, allowed, controls, keys, penalized, twin
 from tests.worker.harness import SamplerStand

@@ -8,8 +8,8 @@ import torch
 
 from serve.kernels.triton import triton_kernels
 from serve.kv_cache.storage import KVStorage
-from serve.models.checkpoint import open_checkpoint
 from serve.models.registry import build_model
+from serve.models.weights.checkpoint import open_checkpoint
 from serve.sampling_params import SamplingParams
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from serve.kernels.triton import triton_kernels
-from serve.models.checkpoint import open_checkpoint
 from serve.models.registry import build_model
 from serve.models.rope import KINDS
+from serve.models.weights.checkpoint import open_checkpoint
 from tests.kernels.ragged import relative_error
 from tests.models.test_rope import LONG, ORIGINAL, SCALINGS, SHORT
 from tests.tiny_models import PagedRun, full_logits, load, random_tokens, save_model

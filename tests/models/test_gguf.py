@@ -15,11 +15,11 @@ from torch import Tensor
 
 from serve.checkpoint.gguf_header import GGUFArray
 from serve.errors import ConfigError
-from serve.models.checkpoint import open_checkpoint
-from serve.models.footprint import read_footprint
-from serve.models.gguf_file import read_gguf_model
 from serve.models.rope import llama3_frequencies
 from serve.models.spec import Llama3Scaling
+from serve.models.weights.checkpoint import open_checkpoint
+from serve.models.weights.footprint import read_footprint
+from serve.models.weights.gguf_file import read_gguf_model
 from tests.checkpoint import gguf_bytes
 from tests.tiny_models import PagedRun, full_logits, load, make_config, make_model, random_tokens
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from serve.errors import ConfigError
-from serve.models.checkpoint import open_checkpoint
 from serve.models.families import read_spec
 from serve.models.rope import KINDS, read_rope, scaled_max_position
 from serve.models.spec import LinearScaling
+from serve.models.weights.checkpoint import open_checkpoint
 from tests.tiny_models import PagedRun, full_logits, load, random_tokens, save_model
 
 ORIGINAL = 24

@@ -11,8 +11,8 @@ import torch
 from serve.errors import ConfigError
 from serve.kernels import reference
 from serve.kernels.base import BackendLimits
-from serve.models.checkpoint import Checkpoint, open_checkpoint
 from serve.models.registry import build_model, head_dims
+from serve.models.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.tiny_models import (
     MIXED_SCHEDULE,
     OTHERS,

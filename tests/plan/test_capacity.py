@@ -21,9 +21,9 @@ from serve.errors import ConfigError
 from serve.kernels import reference
 from serve.kernels.cpu import cpu_kernels
 from serve.kv_cache.storage import block_bytes
-from serve.models.checkpoint import open_checkpoint
-from serve.models.footprint import read_footprint
 from serve.models.registry import build_model
+from serve.models.weights.checkpoint import open_checkpoint
+from serve.models.weights.footprint import read_footprint
 from serve.plan.capacity import Capacity, plan_capacity
 from serve.plan.settings import PlanConfig
 from serve.plan.suggestions import suggest

@@ -8,12 +8,12 @@ import pytest
 
 from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.manager import KVCacheManager
-from serve.scheduler.headroom import Headroom
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput
+from serve.scheduler.policy.headroom import Headroom
+from serve.scheduler.policy.step_costs import StepCosts
+from serve.scheduler.policy.victims import PreemptionMode, Victims
 from serve.scheduler.request import Request, make_request
-from serve.scheduler.step_costs import StepCosts
-from serve.scheduler.victims import PreemptionMode, Victims
 from tests.scheduler.driver import make_scheduler, run_until_done
 from tests.strategies import add_request, limits
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve.cli import main
-from serve.engine.trace import TraceFile
+from serve.engine.inspect.trace import TraceFile
 from tests.scheduler.driver import make_scheduler
 
 SMALL = "simulate --num-requests 12 --rate 50 --prompt-len 40 --output-len 20"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from serve.worker.device import CpuDevice, Mark
-from serve.worker.uploads import StagedUploads, Uploads
+from serve.worker.device.cpu_device import CpuDevice
+from serve.worker.device.device import Mark, Uploads
+from serve.worker.device.uploads import StagedUploads
 
 
 class LateCopy:

@@ -16,11 +16,12 @@ from serve.kv_cache.storage import KVStorage
 from serve.models.base import LayerCache
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
-from serve.worker.device import CpuDevice, Device
-from serve.worker.logit_edits import LogitEditor
+from serve.worker.device.cpu_device import CpuDevice
+from serve.worker.device.device import Device
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
-from serve.worker.sampler import LogprobsMode, Sampler, SamplerOutput
+from serve.worker.sampling.logit_edits import LogitEditor
+from serve.worker.sampling.sampler import LogprobsMode, Sampler, SamplerOutput
 
 
 @dataclass

@@ -23,9 +23,9 @@ from serve.errors import ConfigError
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData
 from serve.worker import worker
-from serve.worker.device import CpuDevice
+from serve.worker.device.cpu_device import CpuDevice
 from serve.worker.local_executor import LocalExecutor
-from serve.worker.trial_steps import largest_plan
+from serve.worker.startup.trial_steps import largest_plan
 from serve.worker.worker import model_impl
 from tests.e2e.tiny_model import save_tiny_model
 from tests.worker.harness import plan, share

@@ -1,4 +1,4 @@
-// Gumbel noise of (seed, position, token): the twin of worker/noise.py.
+// Gumbel noise of (seed, position, token): the twin of worker/sampling/noise.py.
 #pragma once
 
 #include <cmath>

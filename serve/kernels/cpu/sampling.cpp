@@ -4,7 +4,7 @@
 // some limit: min_p gives one, the top_k-th largest logit another, and top_p raises it for as long
 // as the draw falls outside. Equally likely tokens are therefore in or out together. The draw is the
 // largest scaled logit plus noise, of equals the lowest id; NaN is never drawn. Scaled logits, noise
-// and their sum are fp32 as in worker/sampler.py. Nothing depends on other rows.
+// and their sum are fp32 as in worker/sampling/sampler.py. Nothing depends on other rows.
 // Sources: rejection in place of sorting, each rejected token becoming the limit: FlashInfer's
 // sampling (2025). Ruling out most tokens by a bound of their noise is our own.
 #include "sampling.h"

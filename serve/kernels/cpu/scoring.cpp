@@ -10,7 +10,7 @@
 namespace serve {
 namespace {
 
-// With the roundings of worker/logit_edits.py. controls: presence, frequency, repetition.
+// With the roundings of worker/sampling/logit_edits.py. controls: presence, frequency, repetition.
 float penalized(float logit, const float* controls, int32_t generated) {
   const float weakened = logit > 0.0f ? logit / controls[2] : logit * controls[2];
   const float often = controls[1] * static_cast<float>(generated);

@@ -1,0 +1,1 @@
+"""What every answering route shares: the body read, the generation followed, events written."""

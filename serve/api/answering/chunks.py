@@ -1,0 +1,111 @@
+"""The chunks of a stream as bytes. What never changes is encoded once per stream: a stream writes
+one chunk per token, and building and dumping a dict for each would cost more than all the rest.
+
+The JSON is ASCII: U+2028, U+2029 and U+0085 are ends of lines to many clients.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+from serve.api.answering.generation import Tally
+from serve.api.protocol.common import StreamOptions
+from serve.api.service import Service
+from serve.messages import FinishReason
+
+text_json = encode_basestring_ascii
+"""A text as ASCII JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What an answer and all its chunks say about themselves."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON fields."""
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+def new_envelope(service: Service, model: str | None, kind: str, answer_id: str) -> Envelope:
+    """An envelope of now. Raises ModelNotFound."""
+    return Envelope(
+        id=answer_id,
+        object=kind,
+        created=int(time.time()),
+        model=service.served_name(model),
+        system_fingerprint=service.fingerprint(),
+    )
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream; usage figures are read from `tally` as they stand.
+
+    `tells_metrics`: the stream ends with the request's metrics.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        options: StreamOptions | None,
+        tally: Tally,
+        *,
+        tells_metrics: bool | None = False,
+    ) -> None:
+        head = json.dumps(envelope.fields(), separators=(",", ":"))
+        self._head = f"data: {head[:-1]},"
+        self._wants_usage = bool(options and options.include_usage)
+        self._always_usage = self._wants_usage and bool(options and options.continuous_usage_stats)
+        self._tells_metrics = tells_metrics
+        self._tally = tally
+
+    def chunk(self, index: int, payload: str) -> bytes:
+        """One choice's news: `payload` holds the choice's other fields as JSON text."""
+        event = (
+            f'{self._head}"choices":[{{"index":{index},{payload},'
+            f'"finish_reason":null}}]{self._usage()}}}\n\n'
+        )
+        return event.encode("ascii")
+
+    def last_chunk(
+        self, index: int, payload: str, reason: FinishReason, stop_reason: str | int | None
+    ) -> bytes:
+        """The one chunk of a choice that says why it ended."""
+        event = (
+            f'{self._head}"choices":[{{"index":{index},{payload},'
+            f'"finish_reason":"{reason.value}","stop_reason":{json.dumps(stop_reason)}}}]'
+            f"{self._usage()}}}\n\n"
+        )
+        return event.encode("ascii")
+
+    def figures_chunk(self) -> bytes:
+        """The extra chunk without choices; empty unless the client asked for usage or metrics."""
+        if not (self._wants_usage or self._tells_metrics):
+            return b""
+        figures = f',"usage":{self._usage_json()}' if self._wants_usage else ""
+        if self._tells_metrics:
+            figures += f',"metrics":{self._tally.metrics().model_dump_json()}'
+        return f'{self._head}"choices":[]{figures}}}\n\n'.encode("ascii")
+
+    def _usage(self) -> str:
+        if self._always_usage:
+            return f',"usage":{self._usage_json()}'
+        return ',"usage":null' if self._wants_usage else ""
+
+    def _usage_json(self) -> str:
+        return self._tally.usage().model_dump_json()

@@ -1,0 +1,1 @@
+"""Anthropic's messages, answered by the chat route."""

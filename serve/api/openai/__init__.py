@@ -1,0 +1,1 @@
+"""OpenAI's completions, chat completions and responses."""

@@ -1,0 +1,1 @@
+"""The engine in a process of its own, seen from both ends."""

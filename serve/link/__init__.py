@@ -1,0 +1,1 @@
+"""Sockets between processes, and how messages travel on them."""

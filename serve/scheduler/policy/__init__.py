@@ -1,0 +1,1 @@
+"""The scheduler's rules of thumb: order, victims, headroom, pace."""

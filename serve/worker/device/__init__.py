@@ -1,0 +1,1 @@
+"""Devices: what they can do, and how bytes reach them."""

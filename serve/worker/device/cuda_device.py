@@ -1,0 +1,166 @@
+"""A CUDA GPU as a Device. Only here (and in tests of real GPUs) is torch.cuda touched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from serve.errors import ConfigError
+from serve.worker.device.device import (
+    GIB,
+    CapturedWork,
+    GraphRecorder,
+    Mark,
+    PendingCopy,
+    Uploads,
+    gpu_share,
+    gpu_token_budget,
+)
+from serve.worker.device.uploads import StagedUploads
+
+logger = logging.getLogger(__name__)
+
+
+def is_available() -> bool:
+    """Whether torch finds a CUDA device here."""
+    return torch.cuda.is_available()
+
+
+class _CudaCopy:
+    """A copy into pinned memory, complete when its event has passed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def wait(self) -> Tensor:
+        self._copied.synchronize()
+        return self._host
+
+
+class _CudaGraphRecorder:
+    """Records CUDA graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[CapturedWork, Tensor]:
+        # A first run on a side stream compiles kernels and creates libraries' workspaces, neither
+        # of which may happen while recording.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        self._device.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        return graph, result
+
+    def free_bytes(self) -> int:
+        return self._device.free_bytes()
+
+
+class _CudaMark:
+    """A CUDA event; as CUDA has it, one that was never recorded is past."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """One NVIDIA GPU; work is queued on its current stream."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.num_threads: int | None = None
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._properties = torch.cuda.get_device_properties(self.torch_device)
+        self.default_token_budget = gpu_token_budget(self._properties.total_memory)
+
+    def describe(self) -> str:
+        free, total = self.free_bytes() / GIB, self._properties.total_memory / GIB
+        return f"cuda ({self._properties.name}, {free:.1f} of {total:.1f} GiB free)"
+
+    def arithmetic(self) -> str:
+        cuda = torch.version.cuda
+        return f"torch {torch.__version__} with CUDA {cuda} on {self._properties.name}"
+
+    def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        named = {
+            "auto": checkpoint_dtype,
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }
+        dtype = named[wanted]
+        if dtype is not torch.bfloat16 or self._properties.major >= 8:
+            return dtype
+        if wanted == "bfloat16":
+            raise ConfigError(
+                f"--dtype bfloat16: {self._properties.name} has no bfloat16 arithmetic (compute "
+                "capability 8.0 is needed). Use --dtype float16 or float32."
+            )
+        logger.info("this GPU has no bfloat16 arithmetic; serving in float16")
+        return torch.float16
+
+    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
+        return weights
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
+    def cache_bytes(self, share: float | None, run_largest_step: Callable[[], None]) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        run_largest_step()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        # What torch does not hold: the CUDA context, libraries' workspaces, other processes.
+        outside = total - free - torch.cuda.memory_reserved(self.torch_device)
+        return int(total * gpu_share(share)) - peak - outside
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
+    def graph_recorder(self) -> GraphRecorder:
+        return _CudaGraphRecorder(self)
+
+    def make_mark(self) -> Mark:
+        return _CudaMark()
+
+    def uploads(self, num_bytes: int) -> Uploads:
+        return StagedUploads(self, num_bytes)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        # torch keeps the pinned copy alive until the stream has read it.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> PendingCopy:
+        return _CudaCopy(tensor)
+
+    def allocate_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)

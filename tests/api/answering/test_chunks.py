@@ -1,0 +1,68 @@
+"""Chunks assembled from text must be the JSON that a library would have written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.api.answering.chunks import ChunkWriter, Envelope, text_json
+from serve.api.answering.generation import Tally
+from serve.api.protocol.common import StreamOptions
+from serve.messages import FinishReason
+
+ENVELOPE = Envelope('id\u2028"1', "text_completion", 5, "modèle", "fp_1")
+texts = st.text(st.characters(exclude_categories=("Cs",)))
+
+
+def writer(**options: bool) -> ChunkWriter:
+    tally = Tally(generated=[2, 3], cached=[1, 1], num_prompt_tokens=7, n=2)
+    return ChunkWriter(ENVELOPE, StreamOptions(**options) if options else None, tally)
+
+
+def parsed(event: bytes) -> Any:
+    assert event.isascii()
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    assert event.count(b"\n") == 2
+    return json.loads(event[6:])
+
+
+@given(texts, st.integers(0, 9))
+def test_any_text_survives(text: str, index: int) -> None:
+    chunk = parsed(writer().chunk(index, f'"text":{text_json(text)}'))
+
+    assert chunk == {
+        **ENVELOPE.fields(),
+        "choices": [{"index": index, "text": text, "finish_reason": None}],
+    }
+
+
+@given(st.one_of(st.none(), st.integers(), texts))
+def test_the_last_chunk_says_why(stop_reason: str | int | None) -> None:
+    (choice,) = parsed(writer().last_chunk(0, '"delta":{}', FinishReason.STOP, stop_reason))[
+        "choices"
+    ]
+
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == stop_reason
+
+
+def test_usage_is_absent_null_or_told_as_asked() -> None:
+    payload = '"text":""'
+    usage = {
+        "prompt_tokens": 7,
+        "completion_tokens": 5,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    assert "usage" not in parsed(writer().chunk(0, payload))
+    assert writer().figures_chunk() == b""
+    asked = writer(include_usage=True)
+    assert parsed(asked.chunk(0, payload))["usage"] is None
+    assert parsed(asked.figures_chunk()) == {**ENVELOPE.fields(), "choices": [], "usage": usage}
+    always = writer(include_usage=True, continuous_usage_stats=True)
+    assert parsed(always.chunk(0, payload))["usage"] == usage
+    assert "usage" not in parsed(writer(continuous_usage_stats=True).chunk(0, payload))
