@@ -18,7 +18,7 @@ MAX_TEMPLATE_CHARS: Final = 1 << 17
 """Of a template's text; the longest that models come with have a quarter of it."""
 _COMPILE_TIME_LIMIT_S = 5.0
 _MAX_REASON_CHARS = 500
-_MUCH_BYTES = 1 << 20  # made by one rendering; an ordinary one makes little more than its prompt
+_MUCH_BYTES = 1 << 23  # made by one rendering; an ordinary one makes little more than its prompt
 
 
 class ChatTemplate:
