@@ -111,9 +111,8 @@ async def test_what_comes_while_there_is_no_engine_waits_for_the_next_one() -> N
     assert engines.engine.is_restarting
     assert engines.engine.dead_reason is None
     reader = read(engines.engine)
-    impatient = asyncio.create_task(
-        collect(engines.engine.generate(ids("a"), FOUR, timeout_s=0.01))
-    )
+    prepared = engines.engine.prepare(ids("a"), FOUR)
+    impatient = asyncio.create_task(collect(engines.engine.begin(prepared, timeout_s=0.01)))
     gone = read(engines.engine)
     asked = asyncio.create_task(engines.engine.control("state"))
     await settle()
