@@ -76,6 +76,7 @@ def core_over(
         worker.num_host_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_pinned_blocks=_max_pinned_blocks(config.cache, worker),
+        prompt_limits=worker.prompt_limits,
     )
     ready = EngineReady(
         max_model_len=worker.max_model_len,

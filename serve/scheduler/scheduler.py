@@ -94,7 +94,8 @@ class Scheduler:
             )
         priority = message.priority if self.limits.policy == "priority" else 0
         order = self._order.place(message)
-        request = make_request(message, order, self.kv.block_size, priority=priority)
+        extras = self.kv.prompt_regimes.extras(len(message.prompt_token_ids))
+        request = make_request(message, order, self.kv.block_size, priority=priority, **extras)
         self.roster.join(request)
         self._deadlines.add(request)
 
