@@ -59,6 +59,7 @@ def core_over(
             long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
             max_num_partial_prefills=scheduling.max_num_partial_prefills,
             max_long_partial_prefills=scheduling.max_long_partial_prefills,
+            fair_prefill=scheduling.fair_prefill,
             max_num_queued_reqs=scheduling.max_num_queued_reqs,
             max_num_queued_tokens=scheduling.max_num_queued_tokens,
             max_queue_time_s=scheduling.max_queue_time,

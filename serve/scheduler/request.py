@@ -111,8 +111,9 @@ class Request:
 def make_request(
     message: AddRequest, order: Order, block_size: int, *, priority: int = 0, **extras: str
 ) -> Request:
-    """A waiting request. `message` has been checked to fit; `extras` see BlockHashes. A moved stream
-    waits as one that was preempted does: its generated tokens are known, and none is computed."""
+    """A waiting request. `message` has been checked to fit; `extras`: see BlockHashes. A moved
+    stream waits as one that was preempted does: its generated tokens are known, and none of them is
+    computed."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     assert sampling.max_tokens is not None
     known = prompt + message.generated_token_ids
