@@ -389,7 +389,7 @@ def run_the_suite(**types: type[Any]) -> None:
         check_run(drive(build(workload, **types), workload.arrivals), workload)
         if seed % 10 == 0:
             check_nobody_starves(Random(seed), **types)
-        if seed % 50 == 0 and types.keys() <= {"scheduler_type"}:
+        if seed % 10 == 0 and types.keys() <= {"scheduler_type"}:
             check_prefill_is_fair(Random(seed), **types)
 
 
