@@ -13,12 +13,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks.policies_prefill import prefill_orders
 from benchmarks.policies_room import preemption_modes, thrash_guard, victims
 from benchmarks.policies_service import service_orders, step_policies
 from benchmarks.policies_simulated import as_markdown
 from serve.bench.plot import new_figure
 
-COMPARISONS = (preemption_modes, victims, thrash_guard, step_policies, service_orders)
+COMPARISONS = (
+    preemption_modes,
+    victims,
+    thrash_guard,
+    step_policies,
+    prefill_orders,
+    service_orders,
+)
 
 
 def main() -> None:

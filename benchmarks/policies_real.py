@@ -31,6 +31,9 @@ CHAT_TOKENS = 80
 DOCUMENT_TOKENS = 500
 TOKENS_BETWEEN_DOCUMENTS = 10
 TARGET_GAPS = 6
+LONG_TOKENS, LONG_BUDGET = 1600, 32
+ORDERS = {"strict order": False, "short ones pass": True}
+ROUNDS = 4
 MODES = ("recompute", "swap", "auto")
 
 
@@ -44,7 +47,7 @@ def main() -> None:
     parts = ["# Policies of the scheduler, with a real model\n"]
     parts.append(f"Made by `python -m benchmarks.policies_real` with {path.name}.\n")
     gaps, text = step_policies(path)
-    parts += [text, preemption_modes(path)]
+    parts += [text, prefill_orders(path), preemption_modes(path)]
     told = [f"{name}: {value}" for name, value in machine.describe().items()]
     parts.append("; ".join(told) + ".\n")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -110,6 +113,67 @@ def draw_gaps(gaps: dict[str, list[float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+# ---------------------------------------------------------------------------- behind a long prompt
+
+
+def prefill_orders(path: Path) -> str:
+    """A short prompt that comes when a long one has begun: its wait, and the other's cost."""
+    kinds = [(order, short_len) for order in ORDERS for short_len in (0, 24, 60)]
+    rounds = [
+        {kind: behind_a_long_prompt(path, kind[1], fair_prefill=ORDERS[kind[0]]) for kind in kinds}
+        for _ in range(ROUNDS)
+    ]
+    best = {
+        kind: {what: min(r[kind][what] for r in rounds) for what in rounds[0][kind]}
+        for kind in kinds
+    }
+    alone = best["strict order", 0]
+    rows = []
+    for (order, short_len), found in best.items():
+        row = [order, f"one of {short_len}" if short_len else "nothing", "", "", ""]
+        if short_len:
+            share = f"{found['short'] / alone['left']:.2f}"
+            row[2:] = [f"{found['short']:.2f} s", share, f"{found['short steps']:.0f}"]
+        ratio = f"{found['long'] / alone['long']:.2f} x"
+        rows.append([*row, f"{found['long']:.2f} s", ratio, f"{found['long steps']:.0f}"])
+    header = ["prompts", "what comes", "its TTFT", "share of what was left", "steps"]
+    return "\n".join(
+        [
+            "## A short prompt behind a long one\n",
+            f"A prompt of {LONG_TOKENS:,} tokens runs in steps of {LONG_BUDGET}; after five comes "
+            "a short one, which asks for 20 tokens. What was left is the time until the long one's "
+            f"first token when nothing comes. The least of {ROUNDS} rounds in turn.\n",
+            *table([*header, "long TTFT", "to nothing coming", "steps"], rows),
+            "",
+        ]
+    )
+
+
+def behind_a_long_prompt(path: Path, short_len: int, *, fair_prefill: bool) -> dict[str, float]:
+    """Seconds and steps to the long prompt's first token, and from the fifth step to the short
+    one's; `left` is from there to the long one's."""
+    rng = Random(3)
+    settings: dict[str, Any] = {"fair_prefill": fair_prefill, "max_num_batched_tokens": LONG_BUDGET}
+    with Bench(path, num_blocks=300, **settings) as bench:
+        bench.warm_up()
+        began, first_step = time.perf_counter(), bench.num_steps
+        bench.add("long", prompt(rng, LONG_TOKENS), 2)
+        for _ in range(5):
+            bench.step()
+        came = time.perf_counter()
+        if short_len:
+            bench.add("short", prompt(rng, short_len), 20)
+        bench.run()
+        long_s = bench.times["long"][0]
+        return {
+            "long": long_s - began,
+            "long steps": bench.first_steps["long"] - first_step,
+            "left": long_s - came,
+            "short": bench.times["short"][0] - came if short_len else 0.0,
+            "short steps": bench.first_steps.get("short", 0) - first_step - 5,
+        }
+
+
 # ---------------------------------------------------------------------------- preemption
 
 
@@ -155,6 +219,8 @@ class Bench:
         self, path: Path, num_blocks: int, *, caching: bool = True, **settings: Any
     ) -> None:
         self.times: dict[str, list[float]] = {}
+        self.first_steps: dict[str, int] = {}
+        self.num_steps = 0
         config = EngineConfig(
             cache=CacheConfig(
                 num_gpu_blocks_override=num_blocks,
@@ -184,11 +250,13 @@ class Bench:
 
     def step(self) -> None:
         deltas = self.core.step()
+        self.num_steps += 1
         now = time.perf_counter()
         for delta in deltas:
             assert delta.error is None, delta.error
             if delta.token_ids:
                 self.times.setdefault(delta.request_id, []).append(now)
+                self.first_steps.setdefault(delta.request_id, self.num_steps)
 
     def run(self) -> None:
         while self.core.has_work():

@@ -164,6 +164,9 @@ class SchedulerConfig:
     """Most prompts that may be begun and not finished at once; default: no limit."""
     max_long_partial_prefills: int | None = None
     """Most long ones among them, so that shorter prompts pass by; default: no limit."""
+    fair_prefill: bool = True
+    """Let short prompts pass one that has begun and lacks 16 times as many tokens or more; it keeps
+    half of each step's prompt tokens. Off: strictly one prompt after the other."""
     scheduler_delay_factor: float = 0.0
     """Wait this many times the last prompt step's duration before prefilling, to batch prompts."""
     preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
@@ -190,8 +193,8 @@ class SchedulerConfig:
     max_num_queued_tokens: int | None = None
     """Refuse requests (429) whose prompt would make more tokens wait; default: no limit."""
     target_itl_ms: float | None = None
-    """Inter-token latency to hold, in ms: prefill gets what the measured step times leave of it.
-    Default: the whole token budget in every step."""
+    """Inter-token latency to hold, in ms: prefill gets what measured step times leave of it, but at
+    least 16 tokens a step; the log says when they take too long. Default: the whole budget."""
     step_order: Literal["decode-first", "prefill-first"] = "decode-first"
     """decode-first: prompts take what decodes leave of a step; prefill-first: no decodes in steps
     that have prompts (the first vLLM's way: better first-token, worse inter-token latency)."""

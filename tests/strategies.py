@@ -116,6 +116,7 @@ def random_workload(rng: Random) -> Workload:
             preemption_mode=rng.choice(["recompute", "swap", "auto"]),
             preemption_victim=rng.choice(VICTIMS),
             thrash_guard=rng.random() < 0.9,
+            fair_prefill=rng.random() < 0.8,
             policy=rng.choice(["fcfs", "priority", "priority", "fair"]),
             priority_aging_s=rng.choice([0.0, 2.0, 60.0]),
             long_prefill_token_threshold=rng.choice([0, 0, 2, 7]),
@@ -171,6 +172,7 @@ def _knobs(rng: Random, max_num_seqs: int) -> list[tuple[str, Any]]:
         ("scheduler_delay_factor", rng.choice([0.0, 1.0])),
         ("long_prefill_token_threshold", rng.choice([0, 3])),
         ("max_num_partial_prefills", rng.choice([None, 1])),
+        ("fair_prefill", rng.random() < 0.5),
     ]
 
 

@@ -59,6 +59,7 @@ def core_over(
             long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
             max_num_partial_prefills=scheduling.max_num_partial_prefills,
             max_long_partial_prefills=scheduling.max_long_partial_prefills,
+            fair_prefill=scheduling.fair_prefill,
             max_num_queued_reqs=scheduling.max_num_queued_reqs,
             max_num_queued_tokens=scheduling.max_num_queued_tokens,
             max_queue_time_s=scheduling.max_queue_time,
@@ -76,6 +77,7 @@ def core_over(
         worker.num_host_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_pinned_blocks=_max_pinned_blocks(config.cache, worker),
+        prompt_limits=worker.prompt_limits,
     )
     ready = EngineReady(
         max_model_len=worker.max_model_len,

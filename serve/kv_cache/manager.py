@@ -15,6 +15,7 @@ from serve.kv_cache.block_pool import BlockPool
 from serve.kv_cache.block_table import BlockTable, num_blocks_for
 from serve.kv_cache.prefix_cache import PrefixCache
 from serve.kv_cache.prefix_index import BlockHashes
+from serve.kv_cache.prompt_regimes import PromptRegimes
 
 
 class KVCacheManager:
@@ -32,12 +33,14 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = False,
         max_pinned_blocks: int = 0,
+        prompt_limits: Sequence[tuple[int, bool]] = (),
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._device = BlockPool(num_blocks, first_id=1)
         self._host = BlockPool(num_host_blocks, first_id=0)
         self.prefixes = PrefixCache(self._device, block_size, max_pinned_blocks)
+        self.prompt_regimes = PromptRegimes(prompt_limits)
         self._tables: dict[str, BlockTable] = {}
         self._host_blocks: dict[str, list[int]] = {}
 

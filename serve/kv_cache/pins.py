@@ -17,8 +17,14 @@ class Pin:
     """One claim. `expires_at` is the scheduler's clock; infinity: until it is taken back."""
 
     pin_id: str
-    hashes: tuple[bytes, ...]  # of the prefix's full blocks, in order
+    hashes: tuple[bytes, ...]  # of the prefix's full blocks
     expires_at: float = math.inf
+    num_regimes: int = 1  # the prefix's blocks are in `hashes` once for each (prompt_regimes.py)
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks of the prefix."""
+        return len(self.hashes) // self.num_regimes
 
 
 class PrefixPins:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,9 @@ class CausalModel(Protocol):
     max_position: int  # longest context the checkpoint claims, RoPE scaling included
     cache_layers: list[LayerCache]  # one per entry of ForwardContext.kv
     needs_prompt_lens: bool  # ForwardContext.prompt_lens must be given
+    prompt_limits: Sequence[tuple[int, bool]]
+    """Prompt lengths above which keys are others than up to it, and whether for each length its
+    own: the KV of two prompts on different sides of one is never the same."""
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] int64 → [T, hidden], or [S, hidden] of ctx.logits_indices; writes this step's K/V

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,7 @@ class DecoderModel:
     """A CausalModel over loaded parameters, which it packs for the device and takes over."""
 
     needs_prompt_lens: bool
+    prompt_limits: Sequence[tuple[int, bool]]
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class DecoderModel:
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers))
         self._ropes = [Rope(rope, spec.max_position, device) for rope in ropes]
         self.needs_prompt_lens = any(rope.needs_prompt_lens for rope in self._ropes)
+        self.prompt_limits = [r.prompt_limit for r in self._ropes if r.prompt_limit is not None]
         decoder = _pack_layers(spec, ropes, parameters, kernels)
         fuse = kernels.fuse_decoder
         self._stack: DecoderStack = fuse(decoder) if fuse else LayerByLayer(decoder, kernels)

@@ -38,7 +38,8 @@ class Rope:
     def __init__(self, spec: RopeSpec, max_position: int, device: torch.device) -> None:
         self._spec = spec
         self._max_position = max_position
-        self.needs_prompt_lens = isinstance(spec.scaling, DynamicScaling | LongScaling)
+        self.prompt_limit = _prompt_limit(spec.scaling)
+        self.needs_prompt_lens = self.prompt_limit is not None
         table_len = 0 if isinstance(spec.scaling, DynamicScaling) else max_position
         self._table = _table(spec, table_len).to(device)
 
@@ -60,6 +61,14 @@ def table_peak_bytes(spec: RopeSpec, max_position: int) -> int:
         return 0
     halves = 7 if isinstance(spec.scaling, LongScaling) else 5
     return halves * max_position * (spec.head_dim // 2) * torch.float32.itemsize
+
+
+def _prompt_limit(scaling: RopeScaling | None) -> tuple[int, bool] | None:
+    """Up to which length of a prompt its angles are the same, and whether each greater length has
+    its own; None when they do not depend on it. See `_rotation_lens`."""
+    if isinstance(scaling, DynamicScaling | LongScaling):
+        return scaling.original_max_position, isinstance(scaling, DynamicScaling)
+    return None
 
 
 def _dynamic_rows(spec: RopeSpec, scaling: DynamicScaling, ctx: ForwardContext) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class TransformersModel:
     """A CausalModel around a loaded transformers model."""
 
     needs_prompt_lens = False
+    # Served only up to the length where angles would change: see `_max_position`.
+    prompt_limits: Sequence[tuple[int, bool]] = ()
 
     def __init__(self, hf_model: Any, kernels: Kernels, max_position: int) -> None:
         self.vocab_size = int(hf_model.config.get_text_config().vocab_size)

@@ -6,6 +6,7 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import RowData
+from serve.scheduler.passing import most_that_passes
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.policy.headroom import Headroom
 from serve.scheduler.policy.service_order import ServiceOrder
@@ -37,7 +38,8 @@ class Admission:
         self._totals = totals
 
     def admit_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
-        """Admit while there is budget, a row and room. Nobody overtakes the next in line."""
+        """Admit while there is budget, a row and room. Nobody overtakes the next in line, unless
+        that one must wait for the end of a long prompt (passing.py)."""
         while plan.tokens_left and len(self._roster.running) < plan.limits.max_num_seqs:
             request = self.next_in_line(plan)
             if request is None:
@@ -53,7 +55,19 @@ class Admission:
     def next_in_line(self, plan: PlanBuilder) -> Request | None:
         """None also while the next one's last step is out: its tokens are not all known."""
         request = self._roster.next_in_line(may_start_long=plan.may_start_long())
+        begun = plan.begun
+        if request is not None and begun is not None and not self.passes(request, begun):
+            request = self._roster.next_shorter(request, most_that_passes(begun))
         return None if request is None or self._launched.name(request) else request
+
+    def passes(self, request: Request, begun: Request) -> bool:
+        """Whether a queued request may start beside a long prompt that has begun: it lacks little
+        (what is in the prefix cache it does not lack), or is more urgent."""
+        most = most_that_passes(begun)
+        if request.order[0] < begun.order[0] or request.num_uncomputed_tokens <= most:
+            return True
+        matched = self._match_prefix(request) if request.status is RequestStatus.WAITING else []
+        return request.num_uncomputed_tokens - len(matched) * self._kv.block_size <= most
 
     def num_blocks_needed(self, request: Request, limits: SchedulerLimits) -> int:
         """Blocks that must be free for a queued request to be admitted."""
@@ -137,7 +151,8 @@ class Admission:
             )
         )
         request.num_slots = len(block_ids) * self._kv.block_size
-        plan.place(request, plan.share_of(request.num_uncomputed_tokens), [])
+        plan.keep_for(request, plan.tokens_left)
+        plan.place_prompt(request)
 
     def _room_beside(self, request: Request, limits: SchedulerLimits) -> int:
         return self._headroom.blocks(request, len(self._roster.running), limits)

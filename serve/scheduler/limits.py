@@ -37,6 +37,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int | None = None
+    fair_prefill: bool = True
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs >= 1, self.max_num_seqs

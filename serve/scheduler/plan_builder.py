@@ -8,6 +8,7 @@ from itertools import islice
 from serve.kv_cache.block_copy import BlockCopy
 from serve.scheduler.limits import SchedulerLimits, within
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
+from serve.scheduler.passing import kept_for_begun
 from serve.scheduler.request import Request
 
 
@@ -20,7 +21,9 @@ class PlanBuilder:
 
     __slots__ = (
         "_budget",
+        "_num_kept",
         "admitted",
+        "begun",
         "has_prompt",
         "limits",
         "max_share",
@@ -54,6 +57,8 @@ class PlanBuilder:
         self.swap_out: list[BlockCopy] = []
         self.swap_in: list[BlockCopy] = []
         self.has_prompt = False  # whether a waiting request was begun
+        self.begun: Request | None = None  # a long prompt that others may pass; it is placed last
+        self._num_kept = 0  # tokens for it that are not in `tokens_left`
 
     @property
     def num_tokens(self) -> int:
@@ -82,8 +87,33 @@ class PlanBuilder:
         if samples:
             request.num_tokens += 1
         elif end < request.num_tokens:
-            self.num_partial += 1
-            self.num_long_partial += request.num_tokens > self.max_share
+            self._count_partial(request, 1)
+
+    def keep_for(self, request: Request, room: int) -> None:
+        """Keep a long prompt's part of `room` tokens (passing.py) for it until `place_begun`, if it
+        does not end in this step, is the first of that kind and could use more."""
+        num_lacking = request.num_uncomputed_tokens
+        num_kept = min(kept_for_begun(room), self.tokens_left)
+        if not self.limits.fair_prefill or self.num_partial:
+            return
+        if num_kept < self.share_of(num_lacking) < num_lacking:
+            self.begun, self._num_kept = request, num_kept
+            self.tokens_left -= num_kept
+            self._count_partial(request, 1)
+
+    def place_prompt(self, request: Request) -> None:
+        """Put in a prompt's next tokens, all there is room for, unless some are kept for it."""
+        num_tokens = self.share_of(request.num_uncomputed_tokens)
+        if num_tokens and request is not self.begun:
+            self.place(request, num_tokens, [])
+
+    def place_begun(self) -> None:
+        """Put in the prompt that was kept for last, with all that the others have left."""
+        if self.begun is not None:
+            self._count_partial(self.begun, -1)
+            self.tokens_left += self._num_kept
+            self.place(self.begun, self.share_of(self.begun.num_uncomputed_tokens), [])
+            self.begun = None
 
     def place_decodes(self, requests: Sequence[Request], first: int) -> int:
         """Put in the requests from `first` on that lack one token and have a slot for it, up to one
@@ -138,6 +168,11 @@ class PlanBuilder:
     def may_start_long(self) -> bool:
         """Whether another long prompt may be partial."""
         return within(self.num_long_partial, self.limits.max_long_partial_prefills)
+
+    def _count_partial(self, request: Request, count: int) -> None:
+        self.num_partial += count
+        if request.num_tokens > self.max_share:
+            self.num_long_partial += count
 
     def build(self) -> SchedulerOutput:
         """The finished plan."""

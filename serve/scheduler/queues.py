@@ -22,8 +22,7 @@ class RequestQueue:
 
     def __init__(self, long_above: int | None = None) -> None:
         self._long_above = math.inf if long_above is None else long_above
-        self._short: list[_Entry] = []
-        self._long: list[_Entry] = []
+        self._heaps: dict[int, list[_Entry]] = {}  # by the most tokens their requests may have
         self._by_arrival: list[tuple[float, int, Request]] = []
         self._ticket_of: dict[Request, int] = {}  # the live entry of each request
         self._next_ticket = 0
@@ -46,19 +45,20 @@ class RequestQueue:
         self._next_ticket += 1
         self._ticket_of[request] = ticket
         self.num_tokens += request.num_tokens
-        heap = self._long if request.num_tokens > self._long_above else self._short
+        heap = self._heaps.setdefault(self._most_alike(request.num_tokens), [])
         heapq.heappush(heap, (request.place_in_line, ticket, request))
         heapq.heappush(self._by_arrival, (request.arrival_time, ticket, request))
 
-    def peek(self) -> Request | None:
-        """The next to be served, or None."""
-        heads = [head for head in (self._head(self._short), self._head(self._long)) if head]
+    def peek(self, at_most: float = math.inf) -> Request | None:
+        """The next to be served, or None; of those with at most so many tokens. Others of nearly as
+        many may be left out, see `_most_alike`."""
+        heaps = [heap for most, heap in self._heaps.items() if most <= at_most]
+        heads = [head for head in map(self._head, heaps) if head is not None]
         return min(heads)[2] if heads else None
 
     def peek_short(self) -> Request | None:
         """The next to be served that is not long, or None."""
-        head = self._head(self._short)
-        return None if head is None else head[2]
+        return self.peek(self._long_above)
 
     def earliest_arrival(self) -> float | None:
         """When the longest waiting one arrived, or None."""
@@ -73,7 +73,7 @@ class RequestQueue:
         """Take out a queued request."""
         del self._ticket_of[request]
         self.num_tokens -= request.num_tokens
-        num_entries = len(self._short) + len(self._long) + len(self._by_arrival)
+        num_entries = sum(map(len, self._heaps.values())) + len(self._by_arrival)
         if num_entries > 4 * len(self._ticket_of) + 64:
             self._sweep()
 
@@ -83,11 +83,13 @@ class RequestQueue:
             return
         self._long_above = long_above
         self._sweep()
-        entries = self._short + self._long
-        self._short = [e for e in entries if e[2].num_tokens <= long_above]
-        self._long = [e for e in entries if e[2].num_tokens > long_above]
-        heapq.heapify(self._short)
-        heapq.heapify(self._long)
+
+    def _most_alike(self, num_tokens: int) -> int:
+        """The most tokens that a request can have to share a heap with one of so many: a quarter
+        more at most, so that there are few heaps, and none has both short and long ones."""
+        shift = max(0, num_tokens.bit_length() - 3)
+        most = (((num_tokens >> shift) + 1) << shift) - 1
+        return int(min(most, self._long_above)) if num_tokens <= self._long_above else most
 
     def _head(self, heap: list[_Entry]) -> _Entry | None:
         while heap:
@@ -97,9 +99,12 @@ class RequestQueue:
         return None
 
     def _sweep(self) -> None:
-        self._short = [e for e in self._short if self._ticket_of.get(e[2]) == e[1]]
-        self._long = [e for e in self._long if self._ticket_of.get(e[2]) == e[1]]
-        self._by_arrival = [e for e in self._by_arrival if self._ticket_of.get(e[2]) == e[1]]
-        for heap in (self._short, self._long):
+        entries = [e for heap in self._heaps.values() for e in heap]
+        self._heaps = {}
+        for entry in entries:
+            if self._ticket_of.get(entry[2]) == entry[1]:
+                self._heaps.setdefault(self._most_alike(entry[2].num_tokens), []).append(entry)
+        for heap in self._heaps.values():
             heapq.heapify(heap)
+        self._by_arrival = [e for e in self._by_arrival if self._ticket_of.get(e[2]) == e[1]]
         heapq.heapify(self._by_arrival)

@@ -109,10 +109,11 @@ class Request:
 
 
 def make_request(
-    message: AddRequest, order: Order, block_size: int, *, priority: int = 0
+    message: AddRequest, order: Order, block_size: int, *, priority: int = 0, **extras: str
 ) -> Request:
-    """A waiting request. `message` has been checked to fit. A moved stream waits as one that was
-    preempted does: its generated tokens are known, and none of them is computed."""
+    """A waiting request. `message` has been checked to fit; `extras`: see BlockHashes. A moved
+    stream waits as one that was preempted does: its generated tokens are known, and none of them is
+    computed."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     assert sampling.max_tokens is not None
     known = prompt + message.generated_token_ids
@@ -128,7 +129,7 @@ def make_request(
         num_tokens=len(known),
         max_num_tokens=len(prompt) + sampling.max_tokens,
         max_kv_tokens=kv_tokens_at_most(len(prompt), sampling.max_tokens),
-        block_hashes=BlockHashes(block_size, cache_salt=message.cache_salt or ""),
+        block_hashes=BlockHashes(block_size, cache_salt=message.cache_salt or "", **extras),
         num_preemptions=told.num_preemptions,
         num_cached_tokens=told.num_cached_tokens,
         next_commit=block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from operator import attrgetter
 
@@ -41,14 +42,24 @@ class Roster:
             return waiting
         return swapped
 
-    def num_ahead(self, request: Request) -> int:
-        """Queued requests that `next_in_line` names before this queued one. O(n): for a look in."""
+    def next_shorter(self, first: Request, most: int) -> Request | None:
+        """One with at most `most` tokens that may overtake `first`, which is next in line and waits
+        for the end of another's prompt. Nobody overtakes the more urgent, or who had begun."""
+        if first.first_scheduled_time is not None:
+            return None
+        short = self.waiting.peek(most)
+        return short if short is not None and short.order[0] == first.order[0] else None
+
+    def num_ahead(self, request: Request, most: float = math.inf) -> int:
+        """Queued requests that are served before this queued one, of those with at most `most`
+        tokens. O(n): for a look in."""
         level, place = request.order[0], request.place_in_line
         if request.status is RequestStatus.SWAPPED:
             same, other = self.swapped, [r.order[0] < level for r in self.waiting]
         else:
             same, other = self.waiting, [r.order[0] <= level for r in self.swapped]
-        return sum(r.place_in_line < place for r in same) + sum(other)
+        ahead = [r for r in same if r.place_in_line < place and r.num_tokens <= most]
+        return len(ahead) + sum(other)
 
     def admit(self, request: Request) -> None:
         """A queued request runs, in its place in the order."""

@@ -94,7 +94,8 @@ class Scheduler:
             )
         priority = message.priority if self.limits.policy == "priority" else 0
         order = self._order.place(message)
-        request = make_request(message, order, self.kv.block_size, priority=priority)
+        extras = self.kv.prompt_regimes.extras(len(message.prompt_token_ids))
+        request = make_request(message, order, self.kv.block_size, priority=priority, **extras)
         self.roster.join(request)
         self._deadlines.add(request)
 
@@ -199,6 +200,15 @@ class Scheduler:
         """When the queued request behind so many others will be admitted, at the rate of late; None
         while nothing is known. A refusal's Retry-After is the same for one behind them all."""
         return self._rate.seconds_for(num_ahead + 1, self.clock())
+
+    def begun_prompt(self) -> Request | None:
+        """The longest prompt that has begun and is not finished, which much shorter ones pass."""
+        begun = [r for r in self.roster.running if r.num_uncomputed_tokens > 1]
+        return max(begun, key=lambda r: r.num_uncomputed_tokens, default=None)
+
+    def passes(self, request: Request, begun: Request) -> bool:
+        """Whether a queued request need not wait until this prompt is finished."""
+        return self.limits.fair_prefill and self._admission.passes(request, begun)
 
     def stats(self) -> EngineStats:
         """The state now, the totals, and the sizes of steps retired since the last call."""

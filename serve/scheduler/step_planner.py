@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from serve.scheduler.admission import Admission
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.policy.headroom import Headroom
 from serve.scheduler.policy.prefill_delay import PrefillDelay
 from serve.scheduler.preemption import Preemption
+from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
 
 
@@ -14,6 +17,7 @@ class StepPlanner:
     """Running requests come first, in order, and then queued ones; `prefill-first` turns it round.
 
     Room is given from the front of `running` and taken from its back: the eldest always advances.
+    Only decodes need any: a prompt gets the blocks of all its tokens when it is admitted.
     """
 
     def __init__(
@@ -35,32 +39,49 @@ class StepPlanner:
         if plan.limits.step_order == "prefill-first" and not plan.preempted:
             self._continue_prompts(plan)
             self._admission.admit_queued(plan, now, may_start)
+            plan.place_begun()
         if not plan.scheduled:
             self._continue_running(plan)
         if not plan.preempted:  # what was just evicted must not come back in the same step
             self._admission.admit_queued(plan, now, may_start)
+        plan.place_begun()
         delay.end_step(plan.has_prompt or plan.num_tokens > len(plan.scheduled))
         self._headroom.note_step(preempted=bool(plan.preempted))
 
     def _continue_prompts(self, plan: PlanBuilder) -> None:
         """Of those that run, the ones that were begun and not finished; they have their blocks."""
-        for request in self._roster.running:
-            num_tokens = plan.share_of(request.num_uncomputed_tokens)
-            end = request.num_computed_tokens + num_tokens
-            if request.num_uncomputed_tokens > 1 and num_tokens and end <= request.num_slots:
-                plan.place(request, num_tokens, [])
+        prompts = [r for r in self._roster.running if r.num_uncomputed_tokens > 1]
+        self._place_prompts(prompts, plan.tokens_left, plan)
 
     def _continue_running(self, plan: PlanBuilder) -> None:
+        """Decodes, and then the prompts that were begun, in what is left of the step."""
         running = self._roster.running  # preemption shortens it at the far end only
-        index = 0
-        while plan.tokens_left and (index := plan.place_decodes(running, index)) < len(running):
+        prompts: list[Request] = []
+        room = index = 0
+        while (index := plan.place_decodes(running, index)) < len(running) and plan.tokens_left:
             request = running[index]
-            num_tokens = plan.share_of(request.num_uncomputed_tokens)
-            if num_tokens > 0:
-                new_block_ids: list[int] | None = []
-                if request.num_computed_tokens + num_tokens > request.num_slots:
-                    new_block_ids = self._preemption.make_room(request, num_tokens, plan)
-                if new_block_ids is None:
-                    return
-                plan.place(request, num_tokens, new_block_ids)
             index += 1
+            if request.num_uncomputed_tokens > 1:
+                room = room or plan.tokens_left  # what the decodes before the first prompt leave
+                prompts.append(request)
+            elif request.num_uncomputed_tokens and not self._continue_decode(request, plan):
+                break
+        if plan.preempted:
+            prompts = [r for r in prompts if r.status is RequestStatus.RUNNING]
+        self._place_prompts(prompts, room, plan)
+
+    def _place_prompts(self, prompts: list[Request], room: int, plan: PlanBuilder) -> None:
+        if prompts:
+            plan.keep_for(max(prompts, key=attrgetter("num_uncomputed_tokens")), room)
+        for request in prompts:
+            plan.place_prompt(request)
+
+    def _continue_decode(self, request: Request, plan: PlanBuilder) -> bool:
+        """False when there was no room for its token and it was preempted itself."""
+        new_block_ids: list[int] | None = []
+        if request.num_computed_tokens == request.num_slots:
+            new_block_ids = self._preemption.make_room(request, 1, plan)
+        if new_block_ids is None:
+            return False
+        plan.place(request, 1, new_block_ids)
+        return True

@@ -25,6 +25,7 @@ class WorkerInfo:
     block_bytes: int = 0  # KV of one block, all layers
     cache_dtype: str = ""  # of keys and values
     identity: str = ""  # equal where the same request gets the same bits
+    prompt_limits: tuple[tuple[int, bool], ...] = ()  # see `CausalModel`
 
 
 class PendingTokens(Protocol):

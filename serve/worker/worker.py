@@ -119,6 +119,7 @@ class Worker:
             block_bytes=self._block_bytes(),
             cache_dtype=str(self._cache_dtype).removeprefix("torch."),
             identity=identity_digest(identity),
+            prompt_limits=tuple(self._model.prompt_limits),
         )
         self._log_cache(size)
 

@@ -14,6 +14,7 @@ import torch
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
 from serve.engine.build import core_over
+from serve.engine.core import EngineCore
 from serve.kernels.base import Kernels
 from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage
@@ -68,10 +69,15 @@ class SharedModel:
     """A real model on this CPU, with weights as stored or quantized."""
 
     def __init__(
-        self, path: Path, backend: str = "auto", *, quantization: str | None = None
+        self,
+        path: Path,
+        backend: str = "auto",
+        *,
+        quantization: str | None = None,
+        num_threads: int | None = None,
     ) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path, "auto")
-        self.device = CpuDevice()
+        self.device = CpuDevice(num_threads)
         self.kernels: Kernels = self._kernels(backend, quantization)
         self.model: CausalModel = build_model(
             self.checkpoint,
@@ -89,22 +95,12 @@ class SharedModel:
         sampling: SamplingParams | Sequence[SamplingParams],
     ) -> tuple[list[Completion], EngineStats]:
         """Run all prompts to their ends, checking the scheduler's books after every step."""
+        return answer(self.start(engine), prompts, sampling)
+
+    def start(self, engine: Engine) -> EngineCore:
+        """An engine that keeps its cache from one load to the next; see `answer`."""
         core, _ = core_over(_SharedExecutor(self, engine), engine.config(), _NoMail(), _NoMail())
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            core.handle(AddRequest(str(number), prompt, params, arrival_time=float(number)))
-        completions = [Completion() for _ in prompts]
-        while core.has_work():
-            for delta in core.step():
-                assert delta.error is None, delta.error
-                completion = completions[int(delta.request_id)]
-                completion.token_ids += delta.token_ids
-                completion.logprobs += delta.logprobs or []
-                completion.prompt_logprobs += delta.prompt_logprobs or []
-            check_scheduler(core.scheduler)
-        stats = core.scheduler.stats()
-        assert stats.num_blocks_used == stats.num_host_blocks_used == 0
-        return completions, stats
+        return core
 
     def make_runner(self, engine: Engine) -> ModelRunner:
         """A runner with a cache of its own over the shared weights."""
@@ -141,6 +137,29 @@ class SharedModel:
         return kernels
 
 
+def answer(
+    core: EngineCore,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+) -> tuple[list[Completion], EngineStats]:
+    """Run all prompts to their ends, checking the scheduler's books after every step."""
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        core.handle(AddRequest(str(number), prompt, params, arrival_time=float(number)))
+    completions = [Completion() for _ in prompts]
+    while core.has_work():
+        for delta in core.step():
+            assert delta.error is None, delta.error
+            completion = completions[int(delta.request_id)]
+            completion.token_ids += delta.token_ids
+            completion.logprobs += delta.logprobs or []
+            completion.prompt_logprobs += delta.prompt_logprobs or []
+        check_scheduler(core.scheduler)
+    stats = core.scheduler.stats()
+    assert stats.num_blocks_used == stats.num_host_blocks_used == 0
+    return completions, stats
+
+
 class _SharedExecutor:
     """Executor over a model that is loaded already."""
 
@@ -160,6 +179,7 @@ class _SharedExecutor:
             device="cpu",
             dtype="float32",
             attention_backend=self._shared.kernels.name,
+            prompt_limits=tuple(self._shared.model.prompt_limits),
         )
 
     def execute(self, plan: SchedulerOutput) -> PendingTokens:

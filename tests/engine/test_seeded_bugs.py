@@ -24,8 +24,10 @@ from serve.scheduler.policy.headroom import Headroom
 from serve.scheduler.policy.service_order import ServiceOrder
 from serve.scheduler.preemption import Preemption
 from serve.scheduler.request import Request, RequestStatus
+from serve.scheduler.roster import Roster
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_planner import StepPlanner
+from tests.fair_prefill import check_prefill_is_fair
 from tests.fakes import FakeExecutor
 from tests.starvation import check_nobody_starves
 from tests.strategies import build, check_run, drive, random_workload
@@ -326,6 +328,60 @@ class ChargesNobody(ServiceOrder):
         return self._virtual_time - self._num_arrived
 
 
+@seeded
+class LetsNobodyPass(Admission):
+    def next_in_line(self, plan: PlanBuilder) -> Request | None:
+        return None if plan.begun is not None else super().next_in_line(plan)
+
+
+@seeded
+class LetsOnlyTheNextInLinePass(Roster):
+    """A long prompt that waits keeps those behind it from passing the one that has begun."""
+
+    def next_shorter(self, first: Request, most: int) -> Request | None:
+        return None
+
+
+@seeded
+class LetsEverybodyPass(Admission):
+    def passes(self, request: Request, begun: Request) -> bool:
+        return True
+
+
+@seeded
+class KeepsNothingForTheBegun(PlanBuilder):
+    def keep_for(self, request: Request, room: int) -> None:
+        super().keep_for(request, min(room, 2))
+
+
+@seeded
+class KeepsForTheFirst(StepPlanner):
+    """And not for the longest: more urgent ones that have begun take all that they need."""
+
+    def _place_prompts(self, prompts: list[Request], room: int, plan: PlanBuilder) -> None:
+        for request in prompts:
+            plan.keep_for(request, room)
+            plan.place_prompt(request)
+
+
+@seeded
+class GivesAwayWhatIsLeft(PlanBuilder):
+    def place_begun(self) -> None:
+        self.tokens_left = 0
+        super().place_begun()
+
+
+@seeded
+class StopsTheStreamsThatPassed(StepPlanner):
+    """The first prompt takes all of a step, and the decodes after it in the order wait."""
+
+    def _continue_running(self, plan: PlanBuilder) -> None:
+        for first in self._roster.running[:1]:
+            if first.num_uncomputed_tokens > 1:
+                plan.place(first, plan.share_of(first.num_uncomputed_tokens), [])
+        super()._continue_running(plan)
+
+
 def run_the_suite(**types: type[Any]) -> None:
     """What test_core checks of its random workloads, on workloads from fixed seeds."""
     for seed in range(3000):
@@ -333,6 +389,8 @@ def run_the_suite(**types: type[Any]) -> None:
         check_run(drive(build(workload, **types), workload.arrivals), workload)
         if seed % 10 == 0:
             check_nobody_starves(Random(seed), **types)
+        if seed % 10 == 0 and types.keys() <= {"scheduler_type"}:
+            check_prefill_is_fair(Random(seed), **types)
 
 
 @pytest.mark.parametrize("bug", SEEDED)

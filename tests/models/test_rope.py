@@ -66,6 +66,7 @@ def test_ops_15_every_kind_and_spelling_equals_transformers(
     for tokens in (SHORT, LONG) if kind != "default" else (SHORT,):
         found = PagedRun(model, [tokens]).run([])[0]
         assert (found - full_logits(hf_model, tokens)).abs().max() < 1e-4
+    assert bool(model.prompt_limits) == model.needs_prompt_lens == (kind in ("dynamic", "longrope"))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -75,6 +76,7 @@ def test_chunks_and_neighbours_do_not_change_rotations_that_depend_on_length(
     _write(tmp_path, kind, "rope_type")
     model = load(tmp_path)
     assert model.needs_prompt_lens
+    assert model.prompt_limits == [(ORIGINAL, kind == "dynamic")]
 
     whole = [PagedRun(model, [tokens]).run([])[0] for tokens in (SHORT, LONG)]
     mixed = PagedRun(model, [SHORT, LONG]).run([[7, 3], [1, 20], [9, 1]])

@@ -105,6 +105,7 @@ class HistoryModel:
         self.max_position = 512
         self.cache_layers = [LayerCache(1, 1), LayerCache(2, 1)]
         self.needs_prompt_lens = False
+        self.prompt_limits: list[tuple[int, bool]] = []
         self.largest_logits = 0
         self.fail_next = False
         self.failure: Exception = RuntimeError("the device caught fire")

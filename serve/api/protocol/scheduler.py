@@ -26,6 +26,7 @@ class SchedulerSettings(RequestModel):
         Literal["last-admitted", "least-progress", "most-blocks", "cheapest"] | None
     ) = None
     thrash_guard: bool | None = None
+    fair_prefill: bool | None = None
     scheduling_policy: Literal["fcfs", "priority", "fair"] | None = None
     priority_aging_time: Finite | None = None
     step_order: Literal["decode-first", "prefill-first"] | None = None

@@ -6,6 +6,7 @@ Times of day are ISO 8601 in UTC, and end in `_at`; spans are seconds, and end i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from serve.engine.inspect.settings import all_settings
 from serve.engine.inspect.step_log import EndedRequest, StepLog
 from serve.engine.public_ids import answer_ids, answer_of
 from serve.messages import RequestTimes
+from serve.scheduler.passing import most_that_passes
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.scheduler import Scheduler
 
@@ -142,7 +144,10 @@ _NOT_QUEUED: Values = {
 
 
 def _queued(scheduler: Scheduler, log: StepLog, request: Request) -> Values:
-    ahead = scheduler.roster.num_ahead(request)
+    begun = scheduler.begun_prompt()
+    passes = begun is not None and scheduler.passes(request, begun)
+    most = most_that_passes(begun) if begun is not None and passes else math.inf
+    ahead = scheduler.roster.num_ahead(request, most)
     needed, kept_free = scheduler.blocks_needed(request)
     values: Values = {
         "num_ahead": ahead,
@@ -151,6 +156,8 @@ def _queued(scheduler: Scheduler, log: StepLog, request: Request) -> Values:
         "num_blocks_free": scheduler.kv.num_blocks_free,
     }
     hindrances = [*_lacking(scheduler, request, needed, kept_free)]
+    if begun is not None and not passes:
+        hindrances.append(_why_not_beside(begun, scheduler.limits.fair_prefill))
     if ahead:
         hindrances.append(f"{_count(ahead, 'request')} ahead")
     start_s = scheduler.seconds_to_start(ahead) if hindrances else _step_s(log)
@@ -160,6 +167,12 @@ def _queued(scheduler: Scheduler, log: StepLog, request: Request) -> Values:
         parts.append(f"estimated start in {start_s:.1f} s")
     values["reason"] = f"{_status(request)}: {'; '.join(parts)}"
     return values
+
+
+def _why_not_beside(begun: Request, fair_prefill: bool) -> str:
+    lacking = f"a prompt that has begun lacks {_count(begun.num_uncomputed_tokens, 'token')}"
+    passing = f", and only prompts of {most_that_passes(begun)} or fewer pass it"
+    return lacking + (passing if fair_prefill else "")
 
 
 def _lacking(scheduler: Scheduler, request: Request, needed: int, kept_free: int) -> Iterator[str]:

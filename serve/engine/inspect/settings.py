@@ -23,6 +23,7 @@ LIVE_SETTINGS: Mapping[str, tuple[str, float]] = MappingProxyType(
         "long_prefill_token_threshold": ("long_prefill_token_threshold", 1),
         "max_num_partial_prefills": ("max_num_partial_prefills", 1),
         "max_long_partial_prefills": ("max_long_partial_prefills", 1),
+        "fair_prefill": ("fair_prefill", 1),
         "max_num_queued_reqs": ("max_num_queued_reqs", 1),
         "max_num_queued_tokens": ("max_num_queued_tokens", 1),
     }

@@ -57,6 +57,10 @@ class StepCosts:
         left_s = duration_s - (self._decode_step_s or 0.0)
         return max(0, int(left_s / self._token_s)) if self._token_s > 0 else MANY_TOKENS
 
+    def step_s(self, num_prefill: int) -> float:
+        """Time that a step of decodes and so many prompt tokens takes, by what is known."""
+        return (self._decode_step_s or 0.0) + (self._token_s or 0.0) * num_prefill
+
     def swap_s(self, num_blocks: int) -> float | None:
         """Time to copy so many blocks out and in again; None before anything was swapped."""
         return None if self._block_s is None else 2 * self._block_s * num_blocks

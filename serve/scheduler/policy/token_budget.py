@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.policy.step_costs import StepCosts
 from serve.scheduler.request import Request
 
+logger = logging.getLogger(__name__)
+
 MIN_PREFILL_TOKENS = 16
 """Prompts advance by so much in any case, even when decodes alone take longer than the target."""
 AIM = 0.9
 """Share of the target that is aimed at: measured costs are averages, and steps vary."""
+
+TOLD_AFTER = 32
+"""Steps in a row that are too slow before the log says so: first measurements are rough."""
 
 
 class TokenBudget:
@@ -25,6 +31,7 @@ class TokenBudget:
         self._costs = costs
         self._most = limits.max_num_batched_tokens
         self._target_s = limits.target_itl_s
+        self._num_too_slow = 0  # steps in a row that cannot hold it
 
     def tokens(self, running: Sequence[Request]) -> int:
         """For the next step, with these running. Never fewer than they need to decode."""
@@ -33,4 +40,18 @@ class TokenBudget:
         num_prefill = self._costs.num_tokens_within(AIM * self._target_s)
         if num_prefill is None:
             return self._most
+        if num_prefill < MIN_PREFILL_TOKENS:
+            self._tell_if_too_slow(self._target_s)
         return min(self._most, len(running) + max(MIN_PREFILL_TOKENS, num_prefill))
+
+    def _tell_if_too_slow(self, target_s: float) -> None:
+        least_s = self._costs.step_s(MIN_PREFILL_TOKENS)
+        self._num_too_slow = self._num_too_slow + 1 if least_s > target_s else 0
+        if self._num_too_slow == TOLD_AFTER:
+            logger.warning(
+                "--target-itl-ms %g cannot be held while prompts run: a step of decodes and %d "
+                "prompt tokens, the fewest it has then, takes %.3g ms here",
+                1e3 * target_s,
+                MIN_PREFILL_TOKENS,
+                1e3 * least_s,
+            )

@@ -68,6 +68,21 @@ def test_prompts_advance_though_decodes_alone_take_too_long() -> None:
     assert shares(plan)["long"] == MIN_PREFILL_TOKENS
 
 
+def test_a_target_that_cannot_be_held_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for target_s, told in ((0.05, 0), (0.013, 0), (0.005, 1)):  # 11.6 ms is what a step takes
+        caplog.clear()
+        scheduler = busy(target_s)
+        scheduler.add(add_request("long", 1500, 2))
+        for _ in range(80):
+            timed_step(scheduler)
+        messages = [r.getMessage() for r in caplog.records if "cannot be held" in r.getMessage()]
+        assert len(messages) == told
+    assert messages == [
+        "--target-itl-ms 5 cannot be held while prompts run: a step of decodes and 16 prompt "
+        "tokens, the fewest it has then, takes 11.6 ms here"
+    ]
+
+
 def test_nobody_holds_back_a_prompt_that_runs_alone() -> None:
     scheduler = busy(0.05)
     scheduler.abort([f"d{number}" for number in range(4)])
