@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.api.clients.client import Client, client_limits
+from serve.api.clients import client_limits
+from serve.api.clients.client import Client
 from serve.api.clients.client_limits import MAX_STRANGERS, SWEEP_INTERVAL_S, ClientLimits
 from serve.api.clients.limits_file import ClientEntry, LimitsFile, read_limits
 from serve.config import ServerConfig
