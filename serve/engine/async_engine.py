@@ -294,9 +294,9 @@ class AsyncEngine:
                     case EngineDied(reason):
                         self._die(reason)
                         return
-        except Exception as error:
+        except Exception:
             logger.exception("the engine's front failed")
-            self._die(f"the engine's front failed: {type(error).__name__}: {error}")
+            self._die("the engine's front failed; the server's log says why.")
 
     def _hold(self, reason: str) -> None:
         """The engine is lost; another one is on its way, to which all that is open will move."""

@@ -35,6 +35,10 @@ MAX_FAILURES_IN_A_ROW = 3
 """Steps that may fail with none succeeding in between. After that the executor is given a step that
 is nobody's: it counts as broken if that fails, too; else the fault was in the requests."""
 
+INTERNAL_ERROR = "internal error; see the server's log."
+NO_MEMORY = "the server had no memory for a step; see its log."
+"""All that a client is told of a failed step: what an exception says is for the log."""
+
 
 class Inbox(Protocol):
     """Messages from the front."""
@@ -93,7 +97,6 @@ class EngineCore:
         self._stopping = False
         self._stopped = False
         self._failures_in_a_row = 0
-        self._last_failure = ""
         self._last_stats: EngineStats | None = None
 
     def run(self) -> None:
@@ -209,12 +212,16 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[TokenDelta]:
         """End the requests of a failed step."""
-        if not isinstance(error, OutOfMemory):  # a smaller step may still work
+        lacks_memory = isinstance(error, OutOfMemory)
+        if not lacks_memory:  # a smaller step may still work
             self._failures_in_a_row += 1
-        reason = f"a step of the engine failed: {type(error).__name__}: {error}"
-        logger.error("%s", reason, exc_info=error)
-        self._last_failure = reason
-        return self.scheduler.fail(plan, reason)
+        deltas = self.scheduler.fail(plan, NO_MEMORY if lacks_memory else INTERNAL_ERROR)
+        labels = {delta.request_id: self.log.live[delta.request_id].label for delta in deltas}
+        logger.error("a step failed; it ends %s", ", ".join(labels.values()), exc_info=error)
+        return [
+            delta._replace(error=f"request {labels[delta.request_id]}: {delta.error}")
+            for delta in deltas
+        ]
 
     def _is_doubted(self) -> bool:
         """Whether the executor must prove itself. Not while live requests hold every row: then the
@@ -231,7 +238,7 @@ class EngineCore:
         if not answers(self.executor, released):
             raise EngineDead(
                 f"{self._failures_in_a_row} steps failed in a row, and one without requests; "
-                f"{self._last_failure}"
+                "the server's log says why."
             )
         logger.warning("the executor works: the failed steps were their requests' fault")
         self._failures_in_a_row = 0

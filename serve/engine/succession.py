@@ -84,7 +84,10 @@ class Succession:
         try:
             ready = await self._client.start()
         except (ConfigError, EngineDead) as error:
-            return EngineDied(f"{died.reason} It could not be started again: {error}")
+            logger.error("the engine could not be started again: %s", error)
+            return EngineDied(
+                f"{died.reason} It could not be started again; the server's log says why."
+            )
         self._lost, self._past = None, self._stats
         return ready
 

@@ -76,9 +76,7 @@ class ReferenceAttention:
         start = 0
         for row, query_len in enumerate(meta.query_lens_host):
             seq_len = meta.seq_lens_host[row]
-            key, value = _gather(kv, meta.block_table[row], seq_len)
-            if kv_scales is not None:
-                key, value = key * kv_scales[0, :, None, None], value * kv_scales[1, :, None, None]
+            key, value = self.gather(kv, meta.block_table[row], seq_len, kv_scales)
             output[start : start + query_len] = _attend_one(
                 query[start : start + query_len].float(),
                 key,
@@ -91,14 +89,17 @@ class ReferenceAttention:
             start += query_len
         return output
 
-
-def _gather(kv: Tensor, block_ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """One request's keys and values, fp32 [num_kv_heads, seq_len, head_dim] each."""
-    num_blocks = -(-seq_len // kv.shape[2])
-    blocks = _movable(kv)[:, block_ids[:num_blocks].long()].view(kv.dtype)
-    tokens = blocks.flatten(1, 2)[:, :seq_len].float()
-    key, value = tokens.transpose(1, 2)
-    return key, value
+    def gather(
+        self, kv: Tensor, block_ids: Tensor, seq_len: int, kv_scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One request's keys and values, fp32 [num_kv_heads, seq_len, head_dim] each."""
+        num_blocks = -(-seq_len // kv.shape[2])
+        blocks = _movable(kv)[:, block_ids[:num_blocks].long()].view(kv.dtype)
+        tokens = blocks.flatten(1, 2)[:, :seq_len].float()
+        key, value = tokens.transpose(1, 2)
+        if kv_scales is not None:
+            key, value = key * kv_scales[0, :, None, None], value * kv_scales[1, :, None, None]
+        return key, value
 
 
 def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from serve.kernels.base import ForwardContext
+from serve.kernels.base import AttentionBackend, ForwardContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class CausalModel(Protocol):
     vocab_size: int
     max_position: int  # longest context the checkpoint claims, RoPE scaling included
     cache_layers: list[LayerCache]  # one per entry of ForwardContext.kv
+    attention: AttentionBackend  # whose layout the caches have
     needs_prompt_lens: bool  # ForwardContext.prompt_lens must be given
     prompt_limits: Sequence[tuple[int, bool]]
     """Prompt lengths above which keys are others than up to it, and whether for each length its

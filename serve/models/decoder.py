@@ -31,6 +31,7 @@ class DecoderModel:
     ) -> None:
         """`dtype` is that of activations; the parameters may be in a narrower one."""
         self._dtype = dtype
+        self.attention = kernels.attention
         self.vocab_size = spec.vocab_size
         self.max_position = spec.max_position
         self.cache_layers = [LayerCache(spec.num_kv_heads, spec.head_dim) for _ in spec.layers]

@@ -122,7 +122,7 @@ def config_head_dim(config: Any) -> int:
         head_dim = getattr(config, "head_dim", None)
         return int(head_dim or config.hidden_size // config.num_attention_heads)
     except AttributeError as error:
-        raise ConfigError(f"only models with attention heads can be served ({error})") from error
+        raise ConfigError(f"it has no attention heads ({error})") from error
 
 
 def _layers(config: Any, head_dim: int) -> tuple[LayerSpec, ...]:

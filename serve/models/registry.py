@@ -54,8 +54,7 @@ def build_model(
         )
     from serve.models.transformers_model import load_transformers_model  # seconds to import
 
-    logger.info("model type %s runs as transformers' model", checkpoint.hf_config.model_type)
-    return load_transformers_model(
+    model = load_transformers_model(
         checkpoint,
         kernels=kernels,
         dtype=dtype,
@@ -63,14 +62,26 @@ def build_model(
         device=device,
         seed=seed,
     )
+    logger.info(
+        "model type %s runs as transformers' model, %s",
+        checkpoint.hf_config.model_type,
+        model.way.description,
+    )
+    return model
 
 
 def head_dims(checkpoint: Checkpoint) -> set[int]:
     """Sizes of the attention heads a model will have, for choosing kernels. Raises ConfigError."""
     try:
-        return {config_head_dim(checkpoint.hf_config.get_text_config())}
+        text = checkpoint.hf_config.get_text_config()
+        # In releases that know of it, a model whose layers differ has a config for each.
+        layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+        return {config_head_dim(layer) for layer in layers}
     except ConfigError as error:
-        raise ConfigError(f"{checkpoint.path}: {error}") from error
+        raise ConfigError(
+            f"{checkpoint.path}: model type {checkpoint.hf_config.model_type!r} cannot be served: "
+            f"{error}. docs/models.md lists the model types that can."
+        ) from error
 
 
 def _load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -94,6 +95,7 @@ class Worker:
                 impl=model_impl(config),
                 seed=config.model.seed,
             )
+        self._kernels = replace(self._kernels, attention=self._model.attention)
         self._log_weights(checkpoint, weights_dtype)
         with _fitting(self._device, "the largest step", _SMALLER_STEPS):
             self._scales = self._find_scales(checkpoint)
@@ -125,6 +127,7 @@ class Worker:
 
     def _identity(self, checkpoint: Checkpoint, weights_dtype: torch.dtype) -> dict[str, str]:
         kernels, is_own = self._kernels, isinstance(self._model, DecoderModel)
+        model = "our model" if is_own else f"another model, {kernels.attention.name} attention"
         multiplies_itself = is_own and kernels.name == "cpu"
         return cache_identity(
             self._config,
@@ -134,7 +137,7 @@ class Worker:
                 "activations": self._dtype,
                 "the KV cache": self._cache_dtype,
             },
-            kernels=f"{kernels.name} {kernels.build} for {'our' if is_own else 'another'} model",
+            kernels=f"{kernels.name} {kernels.build} for {model}",
             arithmetic=self._device.arithmetic(),
             num_threads=None if multiplies_itself else self._device.num_threads,
             scales=self._scales,

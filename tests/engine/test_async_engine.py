@@ -224,14 +224,19 @@ async def test_smp_12_all_end_ids_reach_the_engine_unless_eos_is_ignored() -> No
     await engine.close()
 
 
-async def test_str_10_an_error_in_the_engine_ends_one_stream_and_no_other() -> None:
+async def test_str_10_an_error_in_the_engine_ends_one_stream_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     inline = inline_engine()
     inline.executor.fail_on = lambda number, plan: number == 4
     engine = await inline.start()
-    failed = await collect(engine.generate([1, 2], SamplingParams(max_tokens=20)))
+    failed = await collect(
+        engine.generate([1, 2], SamplingParams(max_tokens=20), request_id="mine")
+    )
     assert failed[-1].finish_reason is FinishReason.ERROR
-    assert failed[-1].error is not None
-    assert "injected into step 4" in failed[-1].error
+    assert failed[-1].error == "request mine: internal error; see the server's log."
+    assert "a step failed; it ends mine" in caplog.text
+    assert "injected into step 4" in caplog.text
     following = await collect(engine.generate([1, 2], FOUR))
     assert following[-1].finish_reason is FinishReason.LENGTH
     await assert_idle(inline)

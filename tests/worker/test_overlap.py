@@ -12,7 +12,7 @@ from random import Random
 import pytest
 import torch
 
-from serve.engine.core import EngineCore
+from serve.engine.core import NO_MEMORY, EngineCore
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, FinishReason, TokenDelta
 from serve.sampling_params import SamplingParams
@@ -196,7 +196,9 @@ def test_tokens_reach_the_next_step_without_the_host(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_steps_without_memory_end_their_requests_and_the_rest_go_on(depth: int) -> None:
+def test_steps_without_memory_end_their_requests_and_the_rest_go_on(
+    depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(depth)
     run.executor.stand.model.failure = torch.OutOfMemoryError("tried to allocate 2 GiB")
     run.executor.bad_steps = set(range(1, 7))  # more in a row than a broken device would get
@@ -208,12 +210,13 @@ def test_steps_without_memory_end_their_requests_and_the_rest_go_on(depth: int) 
         told = run.tokens(message.request_id)
         if message in ended:
             error = run.told[message.request_id][-1].error or ""
-            assert "no memory for a step of" in error
-            assert "--max-num-batched-tokens" in error
+            assert error == f"request {message.request_id}: {NO_MEMORY}"
             assert told == answer(message)[: len(told)]
         else:
             assert told == answer(message)
     assert len(ended) < len(requests)
+    assert "no memory for a step of" in caplog.text
+    assert "--max-num-batched-tokens" in caplog.text
     run.check_drained()
 
 

@@ -16,7 +16,7 @@ from serve import logs
 from serve.config import EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
 from serve.engine.vigil import HEARTBEAT_S
-from serve.errors import ConfigError
+from serve.errors import ConfigError, EngineDead
 from serve.messages import EngineDied, EngineReady
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def _run(arguments: Sequence[str], build: CoreBuilder) -> int:
         return 1
     except BaseException as error:
         logger.exception("the engine failed")
-        channel.send(EngineDied(f"{type(error).__name__}: {error}"))
+        told = str(error) if isinstance(error, EngineDead) else f"{type(error).__name__}: {error}"
+        channel.send(EngineDied(told))
         return 1
     finally:
         channel.close()
@@ -65,6 +66,10 @@ def _serve(launch: Launch, channel: EngineSocket, build: CoreBuilder) -> None:
     try:
         channel.send(ready)
         core.run()
+    except EngineDead:
+        raise
+    except Exception as error:  # clients are told from here on, and what it says is for the log
+        raise EngineDead("the engine failed; the server's log says why.") from error
     finally:
         core.close()
 

@@ -162,9 +162,10 @@ class ProcessClient:
         try:
             while True:
                 self._messages.put_nowait(await channel.receive())
-        except Exception as error:
+        except Exception:
             logger.exception("the engine's messages cannot be read")
-            self._messages.put_nowait(EngineDied(f"the engine's messages cannot be read: {error}"))
+            reason = "the engine's messages cannot be read; the server's log says why."
+            self._messages.put_nowait(EngineDied(reason))
 
     async def _watch_process(self, process: Process) -> None:
         exit_code = await process.wait()

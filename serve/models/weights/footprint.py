@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from serve.errors import ConfigError
-from serve.kernels import reference
 from serve.kernels.select import check_quantization
 from serve.models.base import LayerCache
 from serve.models.families import read_spec
@@ -205,21 +204,13 @@ def _lossless_bytes(kinds: Mapping[str, str], itemsize: int) -> SizeOf:
 
 
 def _of_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Footprint:
-    from serve.models.transformers_model import load_transformers_model  # seconds to import
+    from serve.models.transformers_model import measure_transformers_model  # seconds to import
 
-    dummy = Checkpoint(checkpoint.path, "dummy", checkpoint.hf_config, checkpoint.dtype, ())
-    with _META:
-        model = load_transformers_model(
-            dummy,
-            kernels=reference.kernels(),
-            dtype=dtype,
-            compute_dtype=dtype,
-            device=_META,
-            seed=0,
-        )
+    model = measure_transformers_model(checkpoint)
     text = checkpoint.hf_config.get_text_config()
     hidden = int(text.hidden_size)
-    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    stated = getattr(text, "intermediate_size", None) or 4 * hidden
+    inner = max(stated) if isinstance(stated, list) else int(stated)  # some say it layer by layer
     return Footprint(
         num_parameters=model.num_parameters,
         weight_bytes=model.num_parameters * dtype.itemsize,
