@@ -140,6 +140,11 @@ class Worker:
             scales=self._scales,
         )
 
+    @property
+    def device(self) -> Device:
+        """Where all this lives."""
+        return self._device
+
     def _find_scales(self, checkpoint: Checkpoint) -> list[Tensor] | None:
         """Of an eight-bit cache: the checkpoint's, or measured if that is asked for, or all 1."""
         if self._cache_dtype is self._dtype:
