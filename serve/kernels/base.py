@@ -307,3 +307,4 @@ class Kernels:
     fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
     sampling: SamplingKernels | None = None  # None: the sampler's own torch code
     build: str = ""  # what decides their bits beside torch, the device and this package's version
+    compiles: bool = False  # each at its first call, which had better come before any request

@@ -32,7 +32,7 @@ from serve.worker.startup.cache_identity import cache_identity, identity_digest
 from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.startup.kv_precision import cache_dtype, measured_scales
 from serve.worker.startup.memory_check import check_memory
-from serve.worker.startup.trial_steps import largest_plan, measuring_plan
+from serve.worker.startup.trial_steps import largest_plan, measuring_plan, warming_plans
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,9 @@ class Worker:
             self.runner = self._make_runner(
                 storage, max_model_len=size.max_model_len, graph_sizes=self._graph_sizes()
             )
+            if self._kernels.compiles:
+                for plan in warming_plans(size.max_model_len, config.cache.block_size):
+                    self.runner.execute(plan).wait()
         self.info = WorkerInfo(
             num_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,

@@ -45,4 +45,5 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
         prepare_heads=attention.prepare_heads,
         sampling=SamplingKernels(draw, penalize),
         build=f"{triton.__version__} {target}",
+        compiles=True,
     )
