@@ -71,7 +71,7 @@ def settings(batch_invariant: bool) -> EngineConfig:
         model=ModelConfig(load_format="dummy", dtype="bfloat16"),
         cache=CacheConfig(num_gpu_blocks_override=300, swap_space=0.01),
         scheduler=SchedulerConfig(
-            max_num_seqs=40, max_num_batched_tokens=Count(512), preemption_mode="auto"
+            max_num_seqs=40, max_num_batched_tokens=Count(512), preemption_mode="swap"
         ),
         device=DeviceConfig(cudagraph_capture_sizes=(1, 8), batch_invariant=batch_invariant),
     )
