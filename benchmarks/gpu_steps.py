@@ -64,7 +64,7 @@ def waiting_rows(machine: Machine, shape: Shape) -> Iterator[Row]:
         core.depth = 2
         for wish, values in WISHES.items():
             message = request("waiting", 8, 40)
-            sampling = replace(message.sampling, **values)
+            sampling = replace(message.sampling, seed=0, **values)
             core.handle(replace(message, sampling=sampling))
             _take(core, 4)
             why = None

@@ -80,6 +80,7 @@ def settings(batch_invariant: bool) -> EngineConfig:
 def random_request(number: int, draw: random.Random) -> AddRequest:
     """Any length, any wishes."""
     sampling = SamplingParams(
+        seed=number,
         temperature=draw.choice([0.0, 1.0]),
         top_k=draw.choice([0, 20]),
         top_p=draw.choice([1.0, 0.9]),

@@ -21,11 +21,13 @@ VOCAB = 50
 ASKS_THE_DEVICE = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    "random": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "random": {"seed": 1, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "penalties": {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     "logprobs": {"temperature": 0.0, "logprobs": 2},
-    "random with logprobs": {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
+    "random with logprobs": {"seed": 1, "temperature": 1.0, "top_p": 0.9, "logprobs": 2},
     "bias": {"temperature": 0.0, "logit_bias": {5: 1.0}},
+    "allowed tokens": {"temperature": 0.0, "allowed_token_ids": [5, 6, 7]},
+    "min_tokens": {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": [9]},
     "bad words": {"temperature": 0.0, "bad_words_token_ids": [[5, 6], [7]]},
 }
 
