@@ -71,6 +71,17 @@ def test_blocks_are_copied_in_16_byte_pieces(reports: list[dict[str, Any]]) -> N
     assert copy["wide_load_bytes"] == 4096 * 2, "all that a program moves"
 
 
+def test_a_draw_reads_a_whole_piece_of_logits_at_once(reports: list[dict[str, Any]]) -> None:
+    by_name = {report["label"]: report for report in reports}
+
+    for name in ("tile_maxima_kernel", "scan_pieces_kernel"):
+        assert by_name[name]["wide_load_bytes"] == 8192 * 4, by_name[name]
+    choose = by_name["choose_kernel"]
+    assert choose["copies_ahead"] > 0 or not choose["target"].startswith("cuda"), (
+        "passes over the whole vocabulary wait for one tile at a time"
+    )
+
+
 def test_as_many_decode_programs_fit_side_by_side_as_the_plan_counts_on(
     reports: list[dict[str, Any]],
 ) -> None:

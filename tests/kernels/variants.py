@@ -22,8 +22,9 @@ from serve.kernels.triton.heads import prepare_heads_kernel
 from serve.kernels.triton.kv_write import kv_write_kernel
 from serve.kernels.triton.matmul import matmul_kernel
 from serve.kernels.triton.norm import add_rms_norm_kernel, rms_norm_kernel
+from serve.kernels.triton.penalties import penalize_kernel
 from serve.kernels.triton.rope import rotary_kernel
-from serve.kernels.triton.sampling import draw_kernel, penalize_kernel
+from serve.kernels.triton.sampling import choose_kernel, scan_pieces_kernel, tile_maxima_kernel
 from serve.kernels.triton.tiles import Tile, load_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -226,19 +227,29 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
 
 
 def sampling_kernels() -> Iterator[Variant]:
-    """The draw and the penalties, for a vocabulary of 128,256."""
-    constants = {"VOCAB": 128_256, "TILE": 1024}
+    """The draw and the penalties, for a vocabulary of 128,256: 126 tiles in 16 pieces."""
     pointers = {
         "logits_ptr": "*fp32",
         "controls_ptr": "*fp32",
+        "tiles_ptr": "*fp32",
+        "pieces_ptr": "*fp32",
+        "list_ptr": "*fp32",
         "keys_ptr": "*i32",
         "generated_ptr": "*i32",
         "in_prompt_ptr": "*i1",
         "out_ptr": "*i64",
     }
-    for kernel, num_warps in ((draw_kernel, 8), (penalize_kernel, 4)):
+    vocab = {"VOCAB": 128_256}
+    tiles = {"ALL_TILES": 128, "PADDED_TILES": 128}
+    lists = {"LIST": 256, "PIECES": 16, "PADDED_PIECES": 16}
+    for kernel, num_warps, constants in (
+        (tile_maxima_kernel, 8, {"TILE": 1024, "TILES": 8}),
+        (scan_pieces_kernel, 8, {"PIECE": 8192, "LIST": 256, **tiles}),
+        (choose_kernel, 8, {"TILE": 1024, **lists, **tiles}),
+        (penalize_kernel, 4, {"TILE": 1024}),
+    ):
         types = integers(kernel) | pointers
-        yield Variant(kernel.__name__, kernel, types, constants, num_warps)
+        yield Variant(kernel.__name__, kernel, types, vocab | constants, num_warps)
 
 
 def integers(kernel: Any) -> dict[str, str]:

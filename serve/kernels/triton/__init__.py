@@ -14,8 +14,9 @@ from serve.kernels.triton.backend import TritonAttention
 from serve.kernels.triton.block_copy import copy_blocks
 from serve.kernels.triton.matmul import invariant_linear
 from serve.kernels.triton.norm import add_rms_norm, rms_norm
+from serve.kernels.triton.penalties import penalize
 from serve.kernels.triton.rope import rotary
-from serve.kernels.triton.sampling import draw, penalize
+from serve.kernels.triton.sampling import draw
 from serve.kernels.triton.tiles import current_target, load_tiles
 
 
