@@ -227,7 +227,8 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
 
 
 def sampling_kernels() -> Iterator[Variant]:
-    """The draw and the penalties, for a vocabulary of 128,256: 126 tiles in 16 pieces."""
+    """The draw and the penalties, for vocabularies of 128,256 (126 tiles in 16 pieces) and, where
+    the sizes of what is held in registers depend on it, 262,208 (Gemma 3)."""
     pointers = {
         "logits_ptr": "*fp32",
         "controls_ptr": "*fp32",
@@ -250,6 +251,14 @@ def sampling_kernels() -> Iterator[Variant]:
     ):
         types = integers(kernel) | pointers
         yield Variant(kernel.__name__, kernel, types, vocab | constants, num_warps)
+    large = {"VOCAB": 262_208, "ALL_TILES": 264, "PADDED_TILES": 512, "LIST": 64}
+    pieces = {"TILE": 1024, "PIECES": 33, "PADDED_PIECES": 64}
+    for kernel, constants in (
+        (scan_pieces_kernel, {"PIECE": 8192, **large}),
+        (choose_kernel, {**pieces, **large}),
+    ):
+        types = integers(kernel) | pointers
+        yield Variant(f"{kernel.__name__} of a large vocabulary", kernel, types, constants, 8)
 
 
 def integers(kernel: Any) -> dict[str, str]:

@@ -7,12 +7,12 @@ the list in registers.
 
 The list holds every token from a threshold up, so what is counted on it is exact: at least the
 top_k best tiles' best tokens are as good as the top_k-th best tile's, which is the threshold; under
-top_p alone it is e^-10 of the most likely token. A row whose list is not enough (more than 256
-of a piece's tokens, as when all are equally likely) is decided by passes over its logits instead.
+top_p alone it is e^-10 of the most likely token. A row whose list is not enough (more tokens of a
+piece than its part holds, as when all are equally likely) is decided by passes over its logits.
 
 Shapes   logits [S, V]; controls [S, >= 4]: temperature, top_k, top_p, min_p; keys [S, 2] int32, one
          pair per (seed, position) → token ids [S] int64. With T tiles and P pieces a row: tiles
-         [S, 2, T], pieces [S, 4, P], list [S, 2, P * 256], all of 32 bits.
+         [S, 2, T], pieces [S, 4, P], list [S, 2, P, L], all of 32 bits.
 Dtypes   fp32.
 Grid     [S, P], [S, P], [S].
 Bytes    the logits twice; lists and totals are some 2 % of that. FLOPs: about 30 per logit.
@@ -32,7 +32,8 @@ from serve.kernels.triton.launch import Launcher, cdiv
 
 _TILE = 1024
 _TILES_PER_PIECE = 8
-_LIST = 256
+_LISTED = 4096
+"""Room in a row's list, in equal parts for its pieces."""
 BANNED = tl.constexpr(-3.4028234663852886e38)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
@@ -112,9 +113,11 @@ def scan_pieces_kernel(
     scaled = scaled_logit(logit, highest, temperature, floor)
     value, token = best_of(scaled + gumbel(tokens, first_key, second_key), tokens)
     mass = tl.sum(tl.exp(scaled), 0)
-    listed = 0
+    listed = tl.zeros([], tl.int32)
     if (top_k < VOCAB) | (top_p < 1.0):
-        threshold = list_threshold(maxima, highest, temperature, top_k, VOCAB, ALL_TILES)
+        threshold = list_threshold(
+            tiles_ptr + row * (2 * ALL_TILES), maxima, highest, temperature, top_k, VOCAB, ALL_TILES
+        )
         kept = (scaled >= threshold) & (scaled > float("-inf"))
         place = tl.cumsum(kept.to(tl.int32), 0) - 1
         listed = tl.sum(kept.to(tl.int32), 0)
@@ -171,7 +174,9 @@ def choose_kernel(
         return
     maxima, highest, _ = row_best(tiles_ptr, row, ALL_TILES, PADDED_TILES)
     highest = tl.maximum(highest, BANNED)
-    threshold = list_threshold(maxima, highest, temperature, top_k, VOCAB, ALL_TILES)
+    threshold = list_threshold(
+        tiles_ptr + row * (2 * ALL_TILES), maxima, highest, temperature, top_k, VOCAB, ALL_TILES
+    )
 
     counts = tl.load(piece_ptr + LISTED * PIECES, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     num_listed = tl.sum(counts, 0)
@@ -237,12 +242,24 @@ def row_wishes(controls_ptr, keys_ptr):
 
 
 @triton.jit
-def list_threshold(maxima, highest, temperature, top_k, VOCAB: tl.constexpr, TILES: tl.constexpr):
+def list_threshold(
+    row_tiles_ptr,
+    maxima,
+    highest,
+    temperature,
+    top_k,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """The scaled logit from which on tokens are listed: of the top_k-th best tile, if there are as
     many; -inf if so many have no token at all."""
     threshold = FARTHEST + 0.0
     if (top_k < VOCAB) & (top_k <= TILES):
-        as_good = tl.sum((maxima[None, :] >= maxima[:, None]).to(tl.int32), 1)
+        as_good = tl.zeros_like(maxima).to(tl.int32)
+        for start in tl.range(0, TILES, 16):
+            tile = start + tl.arange(0, 16)
+            others = tl.load(row_tiles_ptr + tile, mask=tile < TILES, other=float("-inf"))
+            as_good += tl.sum((others[None, :] >= maxima[:, None]).to(tl.int32), 1)
         kth = tl.max(tl.where(as_good >= top_k, maxima, float("-inf")), 0)
         threshold = scaled_logit(kth, highest, temperature, float("-inf"))
     return threshold
@@ -399,9 +416,10 @@ def draw(logits: Tensor, controls: Tensor, keys: Tensor, out: Tensor | None = No
     if num_rows:
         num_pieces = cdiv(vocab_size, _TILE * _TILES_PER_PIECE)
         num_tiles = num_pieces * _TILES_PER_PIECE
+        room = _LISTED // _padded(num_pieces)
         new = logits.new_empty
         tiles = new((num_rows, 2, num_tiles))
-        pieces, listed = new((num_rows, 4, num_pieces)), new((num_rows, 2, num_pieces, _LIST))
+        pieces, listed = new((num_rows, 4, num_pieces)), new((num_rows, 2, num_pieces, room))
         grid = (num_rows, num_pieces, 1)
         strides = (logits.stride(0), controls.stride(0))
         _tile_maxima(
@@ -419,7 +437,7 @@ def draw(logits: Tensor, controls: Tensor, keys: Tensor, out: Tensor | None = No
             tensors,
             strides,
             (),
-            (vocab_size, _TILE * _TILES_PER_PIECE, _LIST, *sizes),
+            (vocab_size, _TILE * _TILES_PER_PIECE, room, *sizes),
             num_warps=8,
         )
         _choose(
@@ -427,7 +445,7 @@ def draw(logits: Tensor, controls: Tensor, keys: Tensor, out: Tensor | None = No
             tensors,
             strides,
             (),
-            (vocab_size, _TILE, _LIST, num_pieces, _padded(num_pieces), *sizes),
+            (vocab_size, _TILE, room, num_pieces, _padded(num_pieces), *sizes),
             num_warps=8,
         )
     return out
