@@ -97,6 +97,7 @@ class Worker:
         self._log_weights(checkpoint, weights_dtype)
         with _fitting(self._device, "the largest step", _SMALLER_STEPS):
             self._scales = self._find_scales(checkpoint)
+            self._compile_kernels()
             size = self._size_cache()
         with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
             storage = self._make_storage(
@@ -107,9 +108,6 @@ class Worker:
             self.runner = self._make_runner(
                 storage, max_model_len=size.max_model_len, graph_sizes=self._graph_sizes()
             )
-            if self._kernels.compiles:
-                for plan in warming_plans(size.max_model_len, config.cache.block_size):
-                    self.runner.execute(plan).wait()
         self.info = WorkerInfo(
             num_blocks=size.num_blocks,
             num_host_blocks=size.num_host_blocks,
@@ -184,6 +182,17 @@ class Worker:
                 self._config.cache.gpu_memory_utilization, partial(self._run_largest_step, longest)
             ),
         )
+
+    def _compile_kernels(self) -> None:
+        """Launch each once, where they are compiled then, with all tokens in the null block."""
+        if self._kernels.compiling is None:
+            return
+        longest = longest_wanted(self._config, self._model.max_position)
+        storage = self._make_storage(0, 0, self._cache_dtype, self._scales)
+        runner = self._make_runner(storage, max_model_len=longest)
+        with self._kernels.compiling():
+            for plan in warming_plans(longest, self._config.cache.block_size):
+                runner.execute(plan).wait()
 
     def _token_budget(self, max_model_len: int) -> int:
         default = self._device.default_token_budget

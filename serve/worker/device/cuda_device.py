@@ -8,6 +8,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,6 +101,14 @@ class CudaDevice:
         self.num_threads: int | None = None
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._properties = torch.cuda.get_device_properties(self.torch_device)
+        _check_generation(self._properties)
+        if (count := torch.cuda.device_count()) > 1:
+            logger.info(
+                "%d GPUs are here, and one server uses one: number %d. CUDA_VISIBLE_DEVICES=N "
+                "chooses another; start a server on each to use them all",
+                count,
+                self.torch_device.index,
+            )
         self.default_token_budget = gpu_token_budget(self._properties.total_memory)
 
     def describe(self) -> str:
@@ -117,16 +126,7 @@ class CudaDevice:
             "bfloat16": torch.bfloat16,
             "float16": torch.float16,
         }
-        dtype = named[wanted]
-        if dtype is not torch.bfloat16 or self._properties.major >= 8:
-            return dtype
-        if wanted == "bfloat16":
-            raise ConfigError(
-                f"--dtype bfloat16: {self._properties.name} has no bfloat16 arithmetic (compute "
-                "capability 8.0 is needed). Use --dtype float16 or float32."
-            )
-        logger.info("this GPU has no bfloat16 arithmetic; serving in float16")
-        return torch.float16
+        return named[wanted]
 
     def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
@@ -177,6 +177,17 @@ class CudaDevice:
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
         return _pinned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _check_generation(properties: Any) -> None:
+    """Raises ConfigError for a GPU before Ampere: the kernels' loads and tiles are made for later
+    ones, and bfloat16, in which most models come, is not to be had there."""
+    if properties.major < 8:
+        raise ConfigError(
+            f"--device cuda: {properties.name} has compute capability {properties.major}."
+            f"{properties.minor}, and 8.0 (Ampere) or newer is needed. Use --device cpu, or choose "
+            "another GPU with CUDA_VISIBLE_DEVICES."
+        )
 
 
 def _pinned(num_bytes: int) -> Tensor:

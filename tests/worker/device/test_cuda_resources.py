@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from serve.errors import ConfigError
 from serve.worker.device import cuda_device
+from serve.worker.device.device import GIB
 
 
 class FakeCuda:
@@ -58,6 +60,21 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
+def shown_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    """GPUs of these generations, the first of which is current."""
+    major, minor = capabilities[0]
+    properties = SimpleNamespace(
+        name="Tesla T4", major=major, minor=minor, total_memory=15 * GIB, multi_processor_count=40
+    )
+    for name, stand_in in {
+        "current_device": lambda: 0,
+        "device_count": lambda: len(capabilities),
+        "get_device_properties": lambda device: properties,
+        "mem_get_info": lambda device: (14 * GIB, 15 * GIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
 def bare_device() -> Any:
     """A CudaDevice that was never shown a GPU."""
     device = object.__new__(cuda_device.CudaDevice)
@@ -84,6 +101,24 @@ def test_pinned_memory_is_as_large_as_asked_and_unlocked_with_its_last_view(cuda
     assert layer.float().sum() == 7 * 5 * 1001
     del layer
     assert not cuda.registered
+
+
+def test_a_gpu_that_is_too_old_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown_gpus(monkeypatch, (7, 5))
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5, and 8\.0 .*cpu"):
+        cuda_device.CudaDevice()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_gpus_are_told_of_with_the_way_to_choose(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    shown_gpus(monkeypatch, *[(9, 0)] * count)
+    with caplog.at_level(logging.INFO):
+        device = cuda_device.CudaDevice()
+    told = "3 GPUs are here, and one server uses one: number 0. CUDA_VISIBLE_DEVICES=N chooses"
+    assert (told in caplog.text) == (count > 1)
+    assert device.resolve_dtype("auto", torch.bfloat16) is torch.bfloat16
 
 
 def test_memory_that_cannot_be_pinned_is_one_line_at_start(cuda: FakeCuda) -> None:
