@@ -16,9 +16,9 @@ Shapes   logits [S, V]; controls [S, >= 4]: temperature, top_k, top_p, min_p; ke
 Dtypes   fp32.
 Grid     [S, P], [S, P], [S].
 Bytes    the logits twice; lists and totals are some 2 % of that. FLOPs: about 30 per logit.
-Source   Gumbel-max draw with counter-based noise, as in worker/noise.py, so a seed gives its token
-         in any batch; rejection in place of sorting: FlashInfer's sampling (2025), where each
-         rejected candidate becomes the pivot; top_k by radix select (Alabi et al., 2012).
+Source   Gumbel-max draw with counter-based noise, as in worker/sampling/noise.py, so a seed gives
+         its token in any batch; rejection in place of sorting: FlashInfer's sampling (2025), where
+         each rejected candidate becomes the pivot; top_k by radix select (Alabi et al., 2012).
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def kth_rank(row_ptr, highest, temperature, floor, top_k, VOCAB: tl.constexpr, T
 
 @triton.jit
 def gumbel(tokens, first_key, second_key):
-    """Noise of (seed, position, token): the twin of worker/noise.py, bit for bit up to the log."""
+    """Noise of (seed, position, token): worker/sampling/noise.py's, bit for bit up to the log."""
     bits = mixed(tokens.to(tl.uint32, bitcast=True) * 2654435769) ^ first_key
     bits = mixed(bits * second_key) & 0x7FFFFFFF
     uniform = (bits.to(tl.float32) + 0.5) * (4.656612873077393e-10 * (1.0 - 1.1920928955078125e-07))

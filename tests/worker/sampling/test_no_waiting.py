@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serve.kernels.base import SamplingKernels
 from serve.sampling_params import SamplingParams
-from serve.worker.sampler import LogprobsMode
+from serve.worker.sampling.sampler import LogprobsMode
 from tests.worker.harness import Asked, SamplerStand
 
 VOCAB = 50
