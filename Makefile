@@ -8,7 +8,7 @@ NODE := .node
 # What `make serve` hands to `serve-llm serve`, for example ARGS="path/to/model --port 9000".
 ARGS ?=
 
-.PHONY: help serve test test-all test-foreign lint format clean
+.PHONY: help serve test test-all test-foreign test-triton lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets.
@@ -26,6 +26,11 @@ test-all: lint $(VENV)/.installed-test  ## The same with the slow sweeps, and th
 
 test-foreign: $(VENV)/.installed-foreign $(NODE)/.installed  ## Others' clients, and requests generated from the OpenAPI document.
 	$(BIN)/python -m pytest -m foreign tests/foreign
+
+test-triton: $(VENV)/.installed-test  ## The kernels' tests with the Triton that the GPU image gets.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/triton-of-image "$$(grep ^triton== docker/constraints.txt)"
+	PYTHONPATH=$(VENV)/triton-of-image $(BIN)/python -m pytest -m "not slow" -k triton tests/kernels
 
 lint: $(VENV)/.installed-test  ## Lint and type-check only.
 	$(BIN)/ruff check .

@@ -1,17 +1,21 @@
-"""Speed of decode and prefill attention over a shuffled paged cache."""
+"""Speed of decode, mixed and prefill attention over a shuffled paged cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu_machine import Machine, Rates
 from benchmarks.gpu_plan import Row
-from serve.kernels.base import AttentionMetadata
+from serve.kernels.base import AttentionBackend, AttentionMetadata
 from serve.kernels.triton import triton_kernels
+from serve.kernels.triton.backend import TritonAttention
+from serve.kernels.triton.tiles import TileTable, current_target, load_tiles
 
 
 def decode_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
@@ -32,6 +36,48 @@ def decode_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
                 }
 
 
+def mixed_rows(machine: Machine) -> Iterator[Row]:
+    """Decodes of even and uneven lengths, with and without a prompt beside them."""
+    for contexts, prompt in machine.mixes:
+        prompts = [prompt] * (prompt > 0)
+        time = attention_seconds(machine, [1] * len(contexts) + prompts, contexts + prompts)
+        yield {
+            "decodes": len(contexts),
+            "shortest": min(contexts),
+            "longest": max(contexts),
+            "prompt": prompt,
+            "microseconds": time * 1e6,
+        }
+
+
+def tile_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
+    """Prefill attention with other tiles than the table's, to see whether it should change."""
+    length = machine.prefill_lens[0]
+    flops = 2 * length * length * machine.num_heads * machine.head_dim
+    table = load_tiles(current_target())
+    width = f"{machine.dtype.itemsize * 8}bit/{machine.head_dim}"
+    chosen = table.tiles["ragged"][width]
+    for tile_n, stages, warps in ((0, 0, 0), (128, 3, 8), (128, 4, 8), (64, 3, 8), (64, 4, 4)):
+        tile = chosen
+        if tile_n:
+            tile = replace(chosen, tile_n=tile_n, num_stages=stages, num_warps=warps)
+        changed = {**table.tiles, "ragged": {**table.tiles["ragged"], width: tile}}
+        backend = TritonAttention(TileTable(table.target, changed))
+        row: Row = {
+            "the table's": tile is chosen,
+            "tile_n": tile.tile_n,
+            "stages": tile.num_stages,
+            "warps": tile.num_warps,
+        }
+        try:
+            time = attention_seconds(machine, [length], [length], backend=backend)
+        except OutOfResources as error:
+            yield {**row, "why not": str(error)}
+            continue
+        tflop_s = flops / time / 1e12
+        yield {**row, "TFLOP/s": tflop_s, "share of matmul": tflop_s / rates.matmul_tflop_s}
+
+
 def prefill_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
     """Rate of one causal prompt, its share of the matmul rate, and torch's attention beside it."""
     for length in machine.prefill_lens:
@@ -48,10 +94,15 @@ def prefill_rows(machine: Machine, rates: Rates) -> Iterator[Row]:
 
 
 def attention_seconds(
-    machine: Machine, query_lens: list[int], seq_lens: list[int], *, e4m3: bool = False
+    machine: Machine,
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    e4m3: bool = False,
+    backend: AttentionBackend | None = None,
 ) -> float:
     """Time of one layer's attention, the blocks of all requests shuffled together."""
-    backend = triton_kernels().attention
+    backend = backend or triton_kernels().attention
     blocks_per_row = -(-max(seq_lens) // machine.block_size)
     num_blocks = blocks_per_row * len(seq_lens)
     kv = torch.empty(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -41,7 +42,20 @@ class Shape:
     chunk: int  # most prompt tokens of a request in a step, where prompts are chunked
     step_budget: int  # tokens of a step, chunked or not
     company: int  # requests beside the one whose bits are compared
+    contexts: tuple[tuple[int, int], ...]  # of decode steps: of all requests but one, of that one
+    exact: tuple[int, int, int, int]  # exactness: layers, requests, longest prompt, completion
     settings: EngineConfig = field(default_factory=EngineConfig)
+
+    def exactness(self) -> Shape:
+        """A shallow model with the same kernels, for many engines one after another."""
+        layers, requests, prompt, completion = self.exact
+        return replace(
+            self,
+            config={**self.config, "num_hidden_layers": layers},
+            num_requests=requests,
+            prompt_len=prompt,
+            completion_len=completion,
+        )
 
 
 def llama(
@@ -57,7 +71,7 @@ def llama(
         "num_key_value_heads": kv_heads,
         "intermediate_size": wide,
         "vocab_size": vocab,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
@@ -78,6 +92,8 @@ def gpu_shape() -> Shape:
         chunk=512,
         step_budget=8192,
         company=200,
+        contexts=((1024, 1024), (8, 8), (1024, 30_000)),
+        exact=(4, 40, 200, 40),
     )
 
 
@@ -94,6 +110,8 @@ def dry_shape() -> Shape:
         chunk=8,
         step_budget=8192,
         company=3,
+        contexts=((20, 20), (8, 30)),
+        exact=(1, 4, 30, 12),
         settings=EngineConfig(
             device=DeviceConfig(device="cpu", attention_backend="reference", cpu_threads=1),
             cache=CacheConfig(num_gpu_blocks_override=200),
@@ -113,9 +131,11 @@ class _NoMessages:
 
 
 @contextmanager
-def engine(shape: Shape, settings: EngineConfig) -> Iterator[EngineCore]:
+def engine(
+    shape: Shape, settings: EngineConfig, dtype: Literal["auto", "float32"] = "auto"
+) -> Iterator[EngineCore]:
     """A core over dummy weights; the device is free again afterwards."""
-    settings = replace(settings, model=ModelConfig(load_format="dummy"))
+    settings = replace(settings, model=ModelConfig(load_format="dummy", dtype=dtype))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config))
         core, _ = build_engine_core(settings, Path(folder), _NoMessages(), _NoMessages())

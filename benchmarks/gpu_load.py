@@ -73,6 +73,7 @@ def invariance_rows(shape: Shape) -> Iterator[Row]:
         "company": shape.company,
         "tokens": len(alone),
         "equal bits": sum(a == b for a, b in zip(alone, among, strict=True)),
+        "passed": alone == among,
     }
 
 

@@ -235,8 +235,9 @@ class DeviceConfig:
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: CUDA when there is one."""
-    attention_backend: Literal["auto", "triton", "cpu", "reference"] = "auto"
-    """Attention kernels; auto picks the fastest that works here and logs why."""
+    attention_backend: Literal["auto", "triton", "flashinfer", "cpu", "reference"] = "auto"
+    """Attention kernels; auto picks the fastest that works here and logs why. flashinfer: triton
+    with FlashInfer, if that is installed, for long prompts."""
     batch_invariant: bool = False
     """A request's tokens are the same bit for bit whatever shares its steps and however it is cut
     or preempted; slower on a GPU, free on a CPU."""

@@ -7,6 +7,7 @@ Every implementation (reference, triton, cpu) has the same signatures; the plain
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -307,3 +308,6 @@ class Kernels:
     fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
     sampling: SamplingKernels | None = None  # None: the sampler's own torch code
     build: str = ""  # what decides their bits beside torch, the device and this package's version
+    compiling: Callable[[], AbstractContextManager[None]] | None = None
+    """Of kernels that are compiled at their first call, which had better come before any request:
+    what tells a user how far that is. None: there is nothing to compile."""

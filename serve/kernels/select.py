@@ -36,9 +36,12 @@ def select_kernels(
     candidates: dict[str, Callable[[], Kernels]] = {
         "cpu": lambda: _cpu(device_type, num_threads, quantization),
         "triton": lambda: _triton(device_type, batch_invariant),
+        "flashinfer": lambda: _flashinfer(device_type, batch_invariant),
         "reference": lambda: _reference(device_type, batch_invariant),
     }
     invariant = _INVARIANT if batch_invariant else ""
+    if device_type == "cuda" and override != "reference":
+        _check_toolchain()
     if override != "auto" and override not in candidates:
         raise ConfigError(
             f"--attention-backend {override}: no such backend; choose from auto, "
@@ -97,6 +100,31 @@ def _triton(device_type: str, batch_invariant: bool) -> Kernels:
     factory = _load("serve.kernels.triton", "triton_kernels")
     kernels: Kernels = factory(batch_invariant=batch_invariant)
     return kernels
+
+
+def _flashinfer(device_type: str, batch_invariant: bool) -> Kernels:
+    if device_type != "cuda":
+        raise ConfigError(
+            f"the flashinfer kernels need a GPU, and the device is {device_type}; "
+            "choose --attention-backend reference"
+        )
+    if batch_invariant:
+        raise ConfigError(
+            "--batch-invariant: FlashInfer's results depend on the batch; choose "
+            "--attention-backend triton"
+        )
+    kernels: Kernels = _load("serve.kernels.triton", "flashinfer_kernels")()
+    return kernels
+
+
+def _check_toolchain() -> None:
+    """A GPU whose kernels cannot be compiled is refused: plain torch would be many times slower,
+    and what is missing is easily installed. Where there is no Triton there is nothing to check."""
+    try:
+        toolchain = importlib.import_module("serve.kernels.triton.toolchain")
+    except ImportError:
+        return
+    toolchain.check_toolchain()
 
 
 def _load(module_name: str, name: str) -> Callable[..., Kernels]:

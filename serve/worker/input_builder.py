@@ -44,11 +44,13 @@ class PromptScoreInput:
 class ModelInput:
     """One step's tensors: T tokens of R requests, those with a single token first."""
 
+    numbers: Tensor  # [3, T] int64: the two below, and the slots
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     prompt_lens: Tensor  # [T] int64
     attention: AttentionMetadata
     logits_indices: Tensor  # [S] int64; the last token of each request that is sampled
+    num_single_samples: int  # how many of these are requests with a single token
     sample: SampleInput | None
     prompt_scores: list[PromptScoreInput]
 
@@ -89,9 +91,7 @@ class InputBuilder:
         num_columns = -(-max_seq_len // self._block_size)
 
         (
-            token_ids,
-            sent_positions,
-            slots,
+            numbers,
             prompt_lens,
             last_tokens,
             sample_rows,
@@ -101,9 +101,7 @@ class InputBuilder:
             sent_seq_lens,
             block_table,
         ) = self._uploads.send(
-            known,
-            positions,
-            self._slots(token_rows, positions),
+            _in_rows(known, positions, self._slots(token_rows, positions)),
             self._rows.columns.num_prompt_tokens[token_rows],
             ends[sampling] - 1,
             rows[sampling],
@@ -113,12 +111,16 @@ class InputBuilder:
             seq_lens.astype(np.int32),
             self._rows.block_table[rows, :num_columns],
         )
+        numbers = numbers[:, : len(known)]
+        token_ids, sent_positions, slots = numbers
+        num_singles = query_lens_host.count(1)
         if in_flight.size:
             # Tokens the host does not know yet, from where the step before leaves them.
             newest = self._newest[: in_flight.size]
             torch.index_select(self._rows.last_token, 0, unknown_rows, out=newest)
             token_ids.index_copy_(0, unknown, newest)
         return ModelInput(
+            numbers=numbers,
             token_ids=token_ids,
             positions=sent_positions,
             prompt_lens=prompt_lens,
@@ -127,13 +129,14 @@ class InputBuilder:
                 seq_lens=sent_seq_lens,
                 block_table=block_table,
                 slot_mapping=slots,
-                num_decode_rows=query_lens_host.count(1),
+                num_decode_rows=num_singles,
                 max_query_len=max(query_lens_host),
                 max_seq_len=max_seq_len,
                 query_lens_host=query_lens_host,
                 seq_lens_host=seq_lens_host,
             ),
             logits_indices=last_tokens,
+            num_single_samples=int(np.searchsorted(sampling, num_singles)),
             sample=SampleInput(
                 request_ids=[layout.entries[i].request_id for i in sampling.tolist()],
                 rows=rows[sampling],
@@ -179,6 +182,16 @@ class InputBuilder:
                     )
                 )
         return found
+
+
+def _in_rows(*arrays: Rows) -> Rows:
+    """As rows of one array, which is sent and taken over in one piece; of even length, so that
+    each row begins where kernels expect it."""
+    length = len(arrays[0])
+    rows = np.zeros((len(arrays), length + length % 2), dtype=np.int64)
+    for row, array in zip(rows, arrays, strict=True):
+        row[:length] = array
+    return rows
 
 
 def _token_ids(entries: Sequence[ScheduledRequest]) -> tuple[Rows, Rows]:

@@ -46,5 +46,8 @@ class LocalExecutor:
         self._worker.block_file.read(path, block_ids)
 
     def close(self) -> None:
-        """Drop the model and the cache; memory goes back when nobody else holds them."""
-        self._worker = None
+        """Drop the model and the cache, and give their memory back."""
+        if self._worker is not None:
+            device = self._worker.device
+            self._worker = None
+            device.release_unused()

@@ -20,7 +20,7 @@ from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.worker.device.device import Device, PendingCopy, Uploads
-from serve.worker.graphs import DecodeGraphs
+from serve.worker.graphs import StepGraphs
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampling.logit_edits import LogitEditor
@@ -80,7 +80,7 @@ class ModelRunner:
         sampler: Sampler,
         device: Device,
         uploads: Uploads,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._storage = storage
@@ -131,8 +131,6 @@ class ModelRunner:
             return self._run_model(step)
         if step.sample is None:
             return PendingStep([], None, None, {}, [])
-        if len(step.logits_indices) < len(logits):
-            logits = logits[step.logits_indices]
         return self._sample(logits, step.sample, [])
 
     def _lose(self, plan: SchedulerOutput) -> None:
@@ -199,7 +197,7 @@ def make_runner(
 ) -> ModelRunner:
     """Put a runner together over a model, its cache and its rows.
 
-    Records the model for decode steps of these batch sizes, on a device that can record.
+    Records the model for steps of these batch sizes, on a device that can record.
     """
     uploads = device.uploads(_upload_bytes(rows))
     editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, uploads, sampling)
@@ -209,7 +207,7 @@ def make_runner(
     graphs = None
     if recorder is not None:
         max_blocks = rows.block_table.shape[1]
-        graphs = DecodeGraphs(
+        graphs = StepGraphs(
             model,
             storage.layers,
             recorder,

@@ -33,7 +33,7 @@ from serve.worker.startup.cache_identity import cache_identity, identity_digest
 from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.startup.kv_precision import cache_dtype, measured_scales
 from serve.worker.startup.memory_check import check_memory
-from serve.worker.startup.trial_steps import largest_plan, measuring_plan
+from serve.worker.startup.trial_steps import largest_plan, measuring_plan, warming_plans
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class Worker:
         self._log_weights(checkpoint, weights_dtype)
         with _fitting(self._device, "the largest step", _SMALLER_STEPS):
             self._scales = self._find_scales(checkpoint)
+            self._compile_kernels()
             size = self._size_cache()
         with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
             storage = self._make_storage(
@@ -143,6 +144,11 @@ class Worker:
             scales=self._scales,
         )
 
+    @property
+    def device(self) -> Device:
+        """Where all this lives."""
+        return self._device
+
     def _find_scales(self, checkpoint: Checkpoint) -> list[Tensor] | None:
         """Of an eight-bit cache: the checkpoint's, or measured if that is asked for, or all 1."""
         if self._cache_dtype is self._dtype:
@@ -179,6 +185,17 @@ class Worker:
                 self._config.cache.gpu_memory_utilization, partial(self._run_largest_step, longest)
             ),
         )
+
+    def _compile_kernels(self) -> None:
+        """Launch each once, where they are compiled then, with all tokens in the null block."""
+        if self._kernels.compiling is None:
+            return
+        longest = longest_wanted(self._config, self._model.max_position)
+        storage = self._make_storage(0, 0, self._cache_dtype, self._scales)
+        runner = self._make_runner(storage, max_model_len=longest)
+        with self._kernels.compiling():
+            for plan in warming_plans(longest, self._config.cache.block_size):
+                runner.execute(plan).wait()
 
     def _token_budget(self, max_model_len: int) -> int:
         default = self._device.default_token_budget

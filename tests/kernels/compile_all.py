@@ -34,6 +34,7 @@ class Report:
     shared_bytes: int
     spills: int  # stores of a register to memory
     wide_load_bytes: int  # read by a program's 16-byte load instructions, counted once each
+    copies_ahead: int  # instructions that load for a later turn of a loop
     matrix_instructions: int
     kv_tile_bytes: int
     seconds: float  # next to nothing if Triton finds it in its cache, which it keeps by source
@@ -50,21 +51,22 @@ def compile_variant(variant: Variant, target: str) -> Report:
     started = time.monotonic()
     compiled = triton.compile(variant.source(), target=gpu, options=options)
     seconds = time.monotonic() - started
-    spills, wide_loads, matrix = _nvidia(compiled) if backend == "cuda" else _amd(compiled)
+    spills, wide_loads, ahead, matrix = _nvidia(compiled) if backend == "cuda" else _amd(compiled)
     return Report(
         label=variant.label,
         target=target,
         shared_bytes=compiled.metadata.shared,
         spills=spills,
         wide_load_bytes=wide_loads * 16 * gpu.warp_size * variant.num_warps,
+        copies_ahead=ahead,
         matrix_instructions=matrix,
         kv_tile_bytes=variant.kv_tile_bytes,
         seconds=round(seconds, 2),
     )
 
 
-def _nvidia(compiled: Any) -> tuple[int, int, int]:
-    """(spills, 16-byte loads, tensor-core instructions) of a cubin."""
+def _nvidia(compiled: Any) -> tuple[int, int, int, int]:
+    """(spills, 16-byte loads, loads ahead, tensor-core instructions) of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -74,12 +76,13 @@ def _nvidia(compiled: Any) -> tuple[int, int, int]:
     return (
         _count(opcodes, r"STL"),
         _count(opcodes, r"LDG(STS)?\..*128"),
+        _count(opcodes, r"LDGSTS"),
         _count(opcodes, r"(H|HG|UTCH|UTCQ|Q|QG)MMA"),
     )
 
 
-def _amd(compiled: Any) -> tuple[int, int, int]:
-    """The same of an AMD code object, from its assembly."""
+def _amd(compiled: Any) -> tuple[int, int, int, int]:
+    """The same of an AMD code object, from its assembly, which shows no loads ahead."""
     text = compiled.asm["amdgcn"]
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
     assert spilled, "the assembly names no spill count"
@@ -87,6 +90,7 @@ def _amd(compiled: Any) -> tuple[int, int, int]:
     return (
         int(spilled[1]),
         _count(opcodes, r"(global|buffer|flat)_load_dwordx4"),
+        0,
         _count(opcodes, r"v_mfma"),
     )
 

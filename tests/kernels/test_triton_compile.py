@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 import triton
 
 from serve.kernels.triton.tiles import load_tiles
@@ -62,6 +63,35 @@ def test_attention_reads_keys_and_values_in_16_byte_pieces(reports: list[dict[st
     assert len(attention) == 4, "two kernels over two kinds of cache"
     for report in attention:
         assert report["wide_load_bytes"] >= report["kv_tile_bytes"], report
+
+
+def test_blocks_are_copied_in_16_byte_pieces(reports: list[dict[str, Any]]) -> None:
+    (copy,) = (report for report in reports if report["label"] == "block_copy bf16")
+
+    assert copy["wide_load_bytes"] == 4096 * 2, "all that a program moves"
+
+
+def test_a_draw_reads_a_whole_piece_of_logits_at_once(reports: list[dict[str, Any]]) -> None:
+    by_name = {report["label"]: report for report in reports}
+
+    for name in ("tile_maxima_kernel", "scan_pieces_kernel"):
+        assert by_name[name]["wide_load_bytes"] == 8192 * 4, by_name[name]
+    choose = by_name["choose_kernel"]
+    assert choose["copies_ahead"] > 0 or not choose["target"].startswith("cuda"), (
+        "passes over the whole vocabulary wait for one tile at a time"
+    )
+
+
+def test_as_many_decode_programs_fit_side_by_side_as_the_plan_counts_on(
+    reports: list[dict[str, Any]],
+) -> None:
+    for report in reports:
+        if report["label"].startswith("decode attention bf16 cache=bf16"):
+            tile = load_tiles(report["target"]).attention("decode", torch.bfloat16, 128)
+            # CUDA keeps a KiB for itself beside each program's shared memory.
+            own = 1024 if report["target"].startswith("cuda") else 0
+            needed = tile.per_multiprocessor * (report["shared_bytes"] + own)
+            assert needed <= SHARED_LIMIT[report["target"]] + own, report
 
 
 def test_matrix_products_run_on_tensor_cores(reports: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from serve.kernels.base import AttentionBackend
 from serve.kernels.triton import triton_kernels
 from serve.kernels.triton.arguments import AttentionArguments
 from serve.kernels.triton.backend import TritonAttention
-from serve.kernels.triton.decode_attention import decode_attention
+from serve.kernels.triton.decode_attention import decode_attention, plan_decode
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.kv_write import write_kv
 from serve.kernels.triton.tiles import Tile, load_tiles
@@ -77,9 +77,9 @@ def test_a_mixed_step_over_an_e4m3_cache_is_exact_but_for_the_caches_own_roundin
     assert relative_error(out, step.exact(Options())) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("multiprocessors", [1, 16])
 @pytest.mark.parametrize("options", [Options(), ALL], ids=["plain", "all"])
-def test_split_decodes_scale_their_values_once(num_splits: int, options: Options) -> None:
+def test_split_decodes_scale_their_values_once(multiprocessors: int, options: Options) -> None:
     step = make_step(BACKEND, Shape(e4m3=True), [(1, 1), (1, 31), (1, 200)])
     arguments = AttentionArguments.of(
         step.query,
@@ -91,7 +91,8 @@ def test_split_decodes_scale_their_values_once(num_splits: int, options: Options
     out = torch.full_like(step.query, float("nan"))
     tile = Tile(block_m=16, tile_n=32, num_warps=4, num_stages=1)
 
-    decode_attention(arguments, out, num_rows=3, num_splits=num_splits, tile=tile)
+    plan = plan_decode(arguments, num_rows=3, tile=tile, multiprocessors=multiprocessors)
+    decode_attention(arguments, out, plan, tile=tile)
 
     torch.testing.assert_close(out.double(), step.exact(options), atol=1e-5, rtol=1e-5)
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from serve.kernels.base import SamplingKernels
-from serve.kernels.triton.sampling import draw, penalize
+from serve.kernels.triton.penalties import penalize
+from serve.kernels.triton.sampling import draw
 from serve.sampling_params import SamplingParams
 from tests.kernels.sampling_twin import EVERY_WISH, controls, keys, penalized, twin
 from tests.worker.harness import Asked, SamplerStand
 
-VOCAB = 1500  # one whole tile and a part
+VOCAB = 9500  # one whole piece and a part, whose last tile is one, too
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,37 @@ def test_every_row_draws_what_sorting_would_draw(wishes: dict[str, float]) -> No
     asked = controls(6, **wishes)
 
     assert draw(logits, asked, keys(6)).tolist() == twin(logits, asked, keys(6)).tolist()
+
+
+@pytest.mark.parametrize("vocab", [700, VOCAB])
+@pytest.mark.parametrize(
+    ("kind", "wishes"),
+    [
+        ("flat", {"top_p": 0.5}),  # more tokens in play than a list holds
+        ("flat", {"top_k": 3}),
+        ("spread", {"top_k": 600}),  # more than there are tiles
+        ("spread", {"temperature": 20.0, "top_k": 400, "top_p": 0.9}),
+        ("peaked", {"top_k": 20, "top_p": 0.95}),  # nearly all lies beyond the list's end
+        ("peaked", {"top_k": 600, "top_p": 0.99}),
+        ("few", {"top_k": 20}),  # not as many tokens are possible
+        ("few", {"top_p": 0.9, "min_p": 0.3}),
+    ],
+    ids=str,
+)
+def test_rows_whose_list_does_not_say_it_all_are_drawn_alike(
+    vocab: int, kind: str, wishes: dict[str, float]
+) -> None:
+    logits = torch.randn(3, vocab) * 2
+    if kind == "flat":
+        logits[:] = 1.0
+    elif kind == "peaked":
+        logits[:, 17] = 60.0
+        logits[:, 300] = 58.0
+    elif kind == "few":
+        logits[:, 3:-3] = float("-inf")
+    asked = controls(3, **wishes)
+
+    assert draw(logits, asked, keys(3)).tolist() == twin(logits, asked, keys(3)).tolist()
 
 
 def test_rows_with_different_wishes_share_a_batch_and_a_seed_keeps_its_token() -> None:

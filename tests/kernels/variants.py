@@ -12,21 +12,26 @@ import triton
 from serve.kernels.triton.activation import gated_act_kernel
 from serve.kernels.triton.attention import ragged_attention_kernel
 from serve.kernels.triton.block_copy import block_copy_kernel
-from serve.kernels.triton.decode_attention import decode_attention_kernel, merge_pieces_kernel
+from serve.kernels.triton.decode_attention import (
+    decode_attention_kernel,
+    merge_pieces_kernel,
+    plan_pieces_kernel,
+)
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.heads import prepare_heads_kernel
 from serve.kernels.triton.kv_write import kv_write_kernel
 from serve.kernels.triton.matmul import matmul_kernel
 from serve.kernels.triton.norm import add_rms_norm_kernel, rms_norm_kernel
+from serve.kernels.triton.penalties import penalize_kernel
 from serve.kernels.triton.rope import rotary_kernel
-from serve.kernels.triton.sampling import draw_kernel, penalize_kernel
+from serve.kernels.triton.sampling import choose_kernel, scan_pieces_kernel, tile_maxima_kernel
 from serve.kernels.triton.tiles import Tile, load_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = ("ragged", "decode")
 
-UNALIGNED = {"table_stride", "controls_stride"}
-"""Integers of any value; all other strides are multiples of 16, and so are all pointers."""
+UNALIGNED = {"controls_stride"}
+"""Of any value; all other strides that Triton looks at are multiples of 16, and so are pointers."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,12 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self) -> triton.compiler.ASTSource:
+        names = self.kernel.arg_names
         signature, aligned = {}, {}
-        for place, name in enumerate(self.kernel.arg_names):
+        for place, (name, parameter) in enumerate(zip(names, self.kernel.params, strict=True)):
             signature[name] = "constexpr" if name in self.constants else self.types[name]
+            if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+                continue  # at a launch Triton does not look at it either
             is_pointer = signature[name].startswith("*")
             if is_pointer or (name.endswith("stride") and name not in UNALIGNED):
                 aligned[(place,)] = [["tt.divisibility", 16]]
@@ -86,7 +94,6 @@ def all_variants(target: str) -> Iterator[Variant]:
             switches = {"HAS_WINDOW": True, model: True}
             yield attention(kernel, target, "bf16", 128, **switches)
     yield attention("ragged", target, "bf16", 128, ALWAYS_MASK=True)
-    yield attention("decode", target, "bf16", 128, NUM_SPLITS=8)
 
 
 def attention(
@@ -114,9 +121,8 @@ def attention(
         "HAS_SINKS": False,
         "HAS_SCALES": e4m3,
     }
-    constants |= {"ALWAYS_MASK": False} if which == "ragged" else {"NUM_SPLITS": 1}
+    constants |= {"ALWAYS_MASK": False} if which == "ragged" else {}
     constants |= switches
-    piece = "fp32" if constants.get("NUM_SPLITS", 1) > 1 else dtype
     kernel = ragged_attention_kernel if which == "ragged" else decode_attention_kernel
     named = " ".join(f"{name}={value}" for name, value in switches.items())
     cache = "e4m3" if e4m3 else dtype
@@ -127,8 +133,11 @@ def attention(
         kernel,
         {
             **integers(kernel),
-            "out_ptr": f"*{piece}",
-            "piece_state_ptr": f"*{piece}",
+            "out_ptr": f"*{dtype}",
+            "pieces_ptr": "*fp32",
+            "piece_state_ptr": "*fp32",
+            "piece_start_ptr": "*i32",
+            "piece_row_ptr": "*i32",
             "query_ptr": f"*{dtype}",
             "kv_ptr": f"*{e4m3_type(target) if e4m3 else dtype}",
             "scales_ptr": "*fp32" if e4m3 else f"*{dtype}",
@@ -164,6 +173,9 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
         "src_ids_ptr": "*i64",
         "dst_ids_ptr": "*i64",
         "cos_sin_ptr": "*fp32",
+        "seq_lens_ptr": "*i32",
+        "piece_start_ptr": "*i32",
+        "piece_row_ptr": "*i32",
         "pieces_ptr": "*fp32",
         "piece_state_ptr": "*fp32",
         "sinks_ptr": "*fp32",
@@ -194,7 +206,8 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
     yield variant("rotary", rotary_kernel, 2, **heads)
     yield variant("gated_act", gated_act_kernel, 4, N=14336, COLUMNS=1024, GELU=False)
     yield variant("block_copy", block_copy_kernel, 4, BLOCK_ELEMENTS=16384, PIECE=4096)
-    yield variant("merge", merge_pieces_kernel, 4, **head, NUM_SPLITS=32, HAS_SINKS=True)
+    yield variant("plan", plan_pieces_kernel, 4, TILE_N=64, ROWS=64, LENGTHS=32)
+    yield variant("merge", merge_pieces_kernel, 4, **head, PIECES=16, HAS_SINKS=True)
     tile = load_tiles(target).matmul(DTYPES[dtype])
     yield Variant(
         f"matmul {dtype}",
@@ -214,19 +227,38 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
 
 
 def sampling_kernels() -> Iterator[Variant]:
-    """The draw and the penalties, for a vocabulary of 128,256."""
-    constants = {"VOCAB": 128_256, "TILE": 1024}
+    """The draw and the penalties, for vocabularies of 128,256 (126 tiles in 16 pieces) and, where
+    the sizes of what is held in registers depend on it, 262,208 (Gemma 3)."""
     pointers = {
         "logits_ptr": "*fp32",
         "controls_ptr": "*fp32",
+        "tiles_ptr": "*fp32",
+        "pieces_ptr": "*fp32",
+        "list_ptr": "*fp32",
         "keys_ptr": "*i32",
         "generated_ptr": "*i32",
         "in_prompt_ptr": "*i1",
         "out_ptr": "*i64",
     }
-    for kernel, num_warps in ((draw_kernel, 8), (penalize_kernel, 4)):
+    vocab = {"VOCAB": 128_256}
+    tiles = {"ALL_TILES": 128, "PADDED_TILES": 128}
+    lists = {"LIST": 256, "PIECES": 16, "PADDED_PIECES": 16}
+    for kernel, num_warps, constants in (
+        (tile_maxima_kernel, 8, {"TILE": 1024, "TILES": 8}),
+        (scan_pieces_kernel, 8, {"PIECE": 8192, "LIST": 256, **tiles}),
+        (choose_kernel, 8, {"TILE": 1024, **lists, **tiles}),
+        (penalize_kernel, 4, {"TILE": 1024}),
+    ):
         types = integers(kernel) | pointers
-        yield Variant(kernel.__name__, kernel, types, constants, num_warps)
+        yield Variant(kernel.__name__, kernel, types, vocab | constants, num_warps)
+    large = {"VOCAB": 262_208, "ALL_TILES": 264, "PADDED_TILES": 512, "LIST": 64}
+    pieces = {"TILE": 1024, "PIECES": 33, "PADDED_PIECES": 64}
+    for kernel, constants in (
+        (scan_pieces_kernel, {"PIECE": 8192, **large}),
+        (choose_kernel, {**pieces, **large}),
+    ):
+        types = integers(kernel) | pointers
+        yield Variant(f"{kernel.__name__} of a large vocabulary", kernel, types, constants, 8)
 
 
 def integers(kernel: Any) -> dict[str, str]:

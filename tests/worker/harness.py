@@ -130,6 +130,7 @@ class HistoryModel:
             length = seq_lens[row] - query_lens[row] + offset + 1
             assert int(ctx.positions[token]) == length - 1
             answers.append(next_token(self._read(ctx, row, length), self.vocab_size))
+        answers += [0] * (len(token_ids) - len(rows))  # padding that is nobody's
         return torch.tensor(answers, dtype=torch.float32)[:, None]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 
 from serve.sampling_params import SamplingParams
-from serve.scheduler.output import SchedulerOutput
-from serve.worker.graphs import capture_sizes
+from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
+from serve.worker.graphs import GraphSize, capture_sizes, mixed_sizes
 from tests.worker.async_device import GraphDevice
 from tests.worker.harness import Asked, RunnerStand, next_token, plan, row_data, share
 
@@ -81,17 +82,71 @@ def test_tokens_in_flight_reach_a_replay() -> None:
     for launched in pending:
         known += launched.wait().token_ids["a"]
         assert known[-1] == next_token(known[:-1], VOCAB)
-    assert num_replays(device) == 4
+    assert num_replays(device) == 5
 
 
-def test_steps_with_prompts_or_prompt_scores_are_not_replayed() -> None:
+def test_steps_with_prompts_are_replayed_beside_single_tokens_and_alone() -> None:
+    """Prompts whole and in chunks, some of them sampled, after larger and smaller steps."""
+    replaying, eager, device = stands([1, 8])
+    tokens = {name: [7 * n + 1, *range(n, 12 + n)] for n, name in enumerate("abcdef")}
+    blocks = {name: list(range(1 + 6 * n, 7 + 6 * n)) for n, name in enumerate("abcdef")}
+
+    def rows(*names: str) -> list[RowData]:
+        return [row_data(n, Asked(GREEDY, prompt=tokens[n]), blocks[n]) for n in names]
+
+    def whole(name: str) -> ScheduledRequest:
+        return share(name, 0, tokens[name])
+
+    def next_of(name: str) -> ScheduledRequest:
+        return share(name, len(tokens[name]) - 1, tokens[name][-1:])
+
+    def chunk(name: str, start: int, end: int) -> ScheduledRequest:
+        known = tokens[name]
+        return share(name, start, known[start:end], samples=end == len(known))
+
+    for admitted, parts in (
+        ("abc", [(whole, "a"), (whole, "b"), (partial(chunk, start=0, end=5), "c")]),
+        (
+            "d",
+            [(next_of, "a"), (next_of, "b"), (partial(chunk, start=5, end=13), "c"), (whole, "d")],
+        ),
+        ("", [(next_of, "b")]),
+        ("", [(next_of, name) for name in "abcd"]),
+        ("e", [(next_of, "d"), (partial(chunk, start=0, end=1), "e"), (next_of, "a")]),
+        ("f", [(next_of, "b"), (partial(chunk, start=1, end=7), "e"), (whole, "f")]),
+        ("", [(partial(chunk, start=7, end=13), "e")]),
+    ):
+        shares = [make(name) for make, name in parts]
+        step = plan(shares, admitted=rows(*admitted))
+        sampled = [entry.request_id for entry in shares if entry.samples]
+        found = check_step(step, replaying, eager)
+        assert len(found) == len(sampled)
+        # Single tokens come first in a step's order.
+        ordered = [
+            e.request_id for e in sorted(shares, key=lambda e: e.num_tokens != 1) if e.samples
+        ]
+        for name, (token,) in zip(ordered, found, strict=True):
+            assert token == next_token(tokens[name], VOCAB)
+            tokens[name].append(token)
+    assert num_replays(device) == 7
+
+
+def test_a_step_with_prompts_takes_a_recording_that_does_not_compute_much_more() -> None:
+    sizes = mixed_sizes([1, 8, 64, 256])
+    assert {size.singles for size in sizes} == {8, 32, 128, 256}
+    assert mixed_sizes([1, 4]) == [GraphSize(4, 4, 64), GraphSize(4, 4, 256)]
+    _, _, device = stands([64])
+    assert len(device.recorder.graphs) == 1 + 3 * 2
+
+
+def test_larger_steps_and_prompt_scores_are_not_replayed() -> None:
     replaying, eager, device = stands([4])
     scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
     check_step(
         plan(
             [share("a", 0, [5, 6]), share("b", 0, [7], samples=False)],
             admitted=[
-                row_data("a", Asked(GREEDY, prompt=[5, 6]), [1]),
+                row_data("a", Asked(scored, prompt=[5, 6, 9]), [1]),
                 row_data("b", Asked(scored, prompt=[7, 8, 9]), [2]),
             ],
         ),
@@ -99,15 +154,22 @@ def test_steps_with_prompts_or_prompt_scores_are_not_replayed() -> None:
         eager,
     )
     step = plan([share("b", 1, [8], samples=False)])
+    eager.runner.execute(step).wait()
     result = replaying.runner.execute(step).wait()
     assert [s.token_id for s in result.prompt_logprobs["b"]] == [9]
-    assert num_replays(device) == 0
+    many = [f"r{number}" for number in range(5)]
+    prompts = plan(
+        [share(name, 0, [5, 6]) for name in many],
+        admitted=[row_data(n, Asked(GREEDY, prompt=[5, 6]), [5 + i]) for i, n in enumerate(many)],
+    )
+    check_step(prompts, replaying, eager)
+    assert num_replays(device) == 0, "five prompts are one too many"
 
 
 def test_recording_leaves_a_line_with_sizes_and_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         RunnerStand(device=GraphDevice(), graph_sizes=[1, 2, 4])
-    assert "recorded CUDA graphs for 3 batch sizes up to 4: " in caplog.text
+    assert "recorded CUDA graphs for 3 batch sizes up to 4, and 2 with prompts: " in caplog.text
     assert "0.00 GiB" in caplog.text
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -263,3 +265,21 @@ def test_the_cpu_kernels_cannot_serve_an_eight_bit_cache(model: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"the cpu kernels .*--kv-cache-dtype"):
         LocalExecutor(settings, model).start()
+
+
+def test_a_closed_executor_gives_its_memory_back_without_the_collector(model: Path) -> None:
+    """A second engine in the process would otherwise find a full device."""
+    executor = LocalExecutor(config(), model)
+    gc.collect()
+    gc.disable()
+    try:
+        executor.start()
+        made = executor._worker
+        assert made is not None
+        left = [weakref.ref(part) for part in (made, made.runner, made.block_file)]
+        del made
+        executor.close()
+        assert [ref() for ref in left] == [None] * 3
+    finally:
+        gc.enable()
+    executor.close()  # of no effect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import triton
@@ -12,11 +13,14 @@ from serve.kernels.base import Kernels, PackedLinear, SamplingKernels
 from serve.kernels.triton.activation import gated_act
 from serve.kernels.triton.backend import TritonAttention
 from serve.kernels.triton.block_copy import copy_blocks
+from serve.kernels.triton.flashinfer import FlashInferAttention
 from serve.kernels.triton.matmul import invariant_linear
 from serve.kernels.triton.norm import add_rms_norm, rms_norm
+from serve.kernels.triton.penalties import penalize
 from serve.kernels.triton.rope import rotary
-from serve.kernels.triton.sampling import draw, penalize
+from serve.kernels.triton.sampling import draw
 from serve.kernels.triton.tiles import current_target, load_tiles
+from serve.kernels.triton.toolchain import showing_progress
 
 
 def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
@@ -45,4 +49,19 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
         prepare_heads=attention.prepare_heads,
         sampling=SamplingKernels(draw, penalize),
         build=f"{triton.__version__} {target}",
+        compiling=showing_progress,
+    )
+
+
+def flashinfer_kernels() -> Kernels:
+    """The same, with FlashInfer's attention for long prompts. Raises ConfigError without it."""
+    kernels = triton_kernels()
+    assert isinstance(kernels.attention, TritonAttention)
+    attention = FlashInferAttention(kernels.attention)
+    version = getattr(attention.library, "__version__", "of unknown version")
+    return replace(
+        kernels,
+        name="flashinfer",
+        attention=attention,
+        build=f"{kernels.build}, flashinfer {version}",
     )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve.kernels.triton.launch import Launcher, cdiv
+
 _COLUMNS = 1024
 _ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -41,6 +43,9 @@ def gated_act_kernel(
     tl.store(out_ptr + row * N + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_gated_act = Launcher(gated_act_kernel)
+
+
 def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     """activation(first half) * second half; "silu" or "gelu_tanh", else ValueError."""
     if activation not in _ACTIVATIONS:
@@ -51,13 +56,12 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        gated_act_kernel[(rows, triton.cdiv(n, _COLUMNS))](
-            out,
-            gate_up,
-            gate_up.stride(0),
-            N=n,
-            COLUMNS=_COLUMNS,
-            GELU=activation == "gelu_tanh",
+        _gated_act(
+            (rows, cdiv(n, _COLUMNS), 1),
+            (out, gate_up),
+            (gate_up.stride(0),),
+            (),
+            (n, _COLUMNS, activation == "gelu_tanh"),
             num_warps=4,
         )
     return out

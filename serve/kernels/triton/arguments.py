@@ -86,6 +86,16 @@ class AttentionArguments:
         return self.query.shape[1] // self.num_kv_heads
 
     @property
+    def padded_group(self) -> int:
+        """`group`, or the next power of two."""
+        return 1 << (self.group - 1).bit_length()
+
+    @property
+    def padded_dim(self) -> int:
+        """`head_dim`, or the next power of two."""
+        return 1 << (self.head_dim - 1).bit_length()
+
+    @property
     def block_size(self) -> int:
         return self.kv.shape[3]
 
@@ -97,11 +107,13 @@ class AttentionArguments:
 def check_cache(kv: Tensor, head_dim: int, kv_scales: Tensor | None) -> None:
     """A layer's cache as `TritonAttention.kv_shape` lays it out; its two halves may lie apart.
     It has scales if it is e4m3, or the bytes of it, and only then."""
-    assert kv.ndim == 5, kv.shape
-    assert (kv.shape[0], kv.shape[4]) == (2, head_dim), (kv.shape, head_dim)
+    shape, strides = kv.shape, kv.stride()
+    assert len(shape) == 5, shape
+    assert (shape[0], shape[4]) == (2, head_dim), (shape, head_dim)
     assert head_dim in HEAD_DIMS, f"head_dim {head_dim} is not a multiple of 8 in 16…256"
-    assert kv.shape[3] in BLOCK_SIZES, f"block size {kv.shape[3]} is not one of {BLOCK_SIZES}"
-    assert kv[0, 0].is_contiguous(), kv.stride()
+    assert shape[3] in BLOCK_SIZES, f"block size {shape[3]} is not one of {BLOCK_SIZES}"
+    assert strides[3:] == (head_dim, 1), strides
+    assert shape[2] == 1 or strides[2] == shape[3] * head_dim, strides
     assert (kv.dtype in E4M3) == (kv_scales is not None), kv.dtype
     if kv_scales is not None:
         assert kv_scales.shape == (2, kv.shape[2]), (kv_scales.shape, kv.shape)

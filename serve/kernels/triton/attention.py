@@ -25,11 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from serve.kernels.triton.arguments import AttentionArguments
+from serve.kernels.triton.launch import Launcher
 from serve.kernels.triton.online_softmax import attend_keys, begin_rows, finish_rows
 from serve.kernels.triton.tiles import Tile
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "window", "softcap", "scale_log2"])
+# A step's sizes and its longest context (table_stride) must not choose another variant: it would be
+# compiled while streams wait, and batch-invariant results could come from two compilations.
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "table_stride", "window", "softcap", "scale_log2"]
+)
 def ragged_attention_kernel(
     out_ptr,
     query_ptr,
@@ -39,14 +44,14 @@ def ragged_attention_kernel(
     query_start_ptr,
     seq_lens_ptr,
     table_ptr,
-    first_row,
-    num_rows,
     query_stride,
     query_head_stride,
     out_stride,
-    kv_stride,
+    kv_stride: tl.int64,  # so that a small pool and a large one are one variant
     block_stride,
     table_stride,
+    first_row,
+    num_rows,
     scale_log2,
     softcap,
     window,
@@ -136,45 +141,51 @@ def ragged_attention_kernel(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_attend = Launcher(ragged_attention_kernel)
+
+
 def ragged_attention(
     arguments: AttentionArguments, out: Tensor, *, first_row: int, tile: Tile, always_mask: bool
 ) -> None:
     """Fill `out` for the rows from `first_row` on. The arguments were checked when made."""
     a = arguments
     num_rows = a.seq_lens.shape[0] - first_row
-    block_m = max(tile.block_m, triton.next_power_of_2(a.group))
-    grid = ((a.query.shape[0] - first_row) // (block_m // a.group) + num_rows, a.num_kv_heads)
-    ragged_attention_kernel[grid](
-        out,
-        a.query,
-        a.kv,
-        a.kv_scales if a.kv_scales is not None else a.query,
-        a.sinks if a.sinks is not None else a.query,
-        a.query_start_loc,
-        a.seq_lens,
-        a.block_table,
-        first_row,
-        num_rows,
-        a.query.stride(0),
-        a.query.stride(1),
-        out.stride(0),
-        a.kv.stride(0),
-        a.kv.stride(1),
-        a.block_table.stride(0),
-        a.scale * math.log2(math.e),
-        a.softcap or 0.0,
-        a.window or 0,
-        GROUP=a.group,
-        HEAD_DIM=a.head_dim,
-        PADDED_DIM=triton.next_power_of_2(a.head_dim),
-        BLOCK_SIZE=a.block_size,
-        BLOCK_M=block_m,
-        TILE_N=tile.tile_n,
-        HAS_WINDOW=a.window is not None,
-        HAS_SOFTCAP=a.softcap is not None,
-        HAS_SINKS=a.sinks is not None,
-        HAS_SCALES=a.kv_scales is not None,
-        ALWAYS_MASK=always_mask,
+    block_m = max(tile.block_m, a.padded_group)
+    num_tiles = (a.query.shape[0] - first_row) // (block_m // a.group) + num_rows
+    _attend(
+        (num_tiles, a.num_kv_heads, 1),
+        (
+            out,
+            a.query,
+            a.kv,
+            a.kv_scales if a.kv_scales is not None else a.query,
+            a.sinks if a.sinks is not None else a.query,
+            a.query_start_loc,
+            a.seq_lens,
+            a.block_table,
+        ),
+        (*a.query.stride()[:2], out.stride(0), *a.kv.stride()[:2]),
+        (
+            a.block_table.stride(0),
+            first_row,
+            num_rows,
+            a.scale * math.log2(math.e),
+            a.softcap or 0.0,
+            a.window or 0,
+        ),
+        (
+            a.group,
+            a.head_dim,
+            a.padded_dim,
+            a.block_size,
+            block_m,
+            tile.tile_n,
+            a.window is not None,
+            a.softcap is not None,
+            a.sinks is not None,
+            a.kv_scales is not None,
+            always_mask,
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

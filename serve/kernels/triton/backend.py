@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,25 @@ from serve.kernels.triton.arguments import (
     AttentionArguments,
 )
 from serve.kernels.triton.attention import ragged_attention
-from serve.kernels.triton.decode_attention import decode_attention, plan_splits
+from serve.kernels.triton.decode_attention import (
+    DecodePlan,
+    decode_attention,
+    num_decode_rows,
+    plan_decode,
+)
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.heads import prepare_heads
 from serve.kernels.triton.kv_write import write_kv
 from serve.kernels.triton.tiles import Tile, TileTable, multiprocessor_count
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a step's attention is launched: who goes to the decode kernel, and the tiles."""
+
+    decode: DecodePlan | None
+    decode_tile: Tile
+    ragged_tile: Tile
 
 
 class TritonAttention:
@@ -38,6 +54,8 @@ class TritonAttention:
         self._tiles = tiles
         self._batch_invariant = batch_invariant
         self._takes_bytes = not converts_e4m3(tiles.target)
+        self._meta: AttentionMetadata | None = None  # of the step that `_plans` are for
+        self._plans: dict[tuple[object, ...], _Plan] = {}  # by what layers may differ in
 
     def kv_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -96,25 +114,42 @@ class TritonAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if not query.shape[0]:
             return out
-        num_rows = meta.seq_lens.shape[0]
-        split_rows, num_splits = 0, 1
-        if not self._batch_invariant:
-            split_rows, num_splits = plan_splits(
-                meta, arguments.num_kv_heads, window, multiprocessor_count(query.device)
-            )
-        if split_rows:
-            tile = self._tile("decode", arguments)
-            decode_attention(arguments, out, num_rows=split_rows, num_splits=num_splits, tile=tile)
-        if split_rows < num_rows:
-            tile = self._tile("ragged", arguments)
+        plan = self._plan(arguments, meta)
+        decode_rows = 0
+        if plan.decode is not None:
+            decode_rows = plan.decode.num_rows
+            decode_attention(arguments, out, plan.decode, tile=plan.decode_tile)
+        if decode_rows < meta.seq_lens.shape[0]:
             ragged_attention(
                 arguments,
                 out,
-                first_row=split_rows,
-                tile=tile,
+                first_row=decode_rows,
+                tile=plan.ragged_tile,
                 always_mask=self._batch_invariant,
             )
         return out
+
+    def _plan(self, arguments: AttentionArguments, meta: AttentionMetadata) -> _Plan:
+        """What this layer has in common with those before it in the same step."""
+        a = arguments
+        if meta is not self._meta:
+            self._meta = meta
+            self._plans.clear()
+        key = (a.window, a.num_kv_heads, a.group, a.head_dim, a.kv_scales is None, a.query.dtype)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(a, meta)
+        return self._plans[key]
+
+    def _make_plan(self, arguments: AttentionArguments, meta: AttentionMetadata) -> _Plan:
+        a, tile = arguments, self._tile("decode", arguments)
+        multiprocessors = multiprocessor_count(a.query.device)
+        rows = 0
+        if not self._batch_invariant:
+            rows = num_decode_rows(meta, a.num_kv_heads, a.window, multiprocessors)
+        decode = None
+        if rows:
+            decode = plan_decode(a, num_rows=rows, tile=tile, multiprocessors=multiprocessors)
+        return _Plan(decode, tile, self._tile("ragged", arguments))
 
     def _tile(self, kernel: str, arguments: AttentionArguments) -> Tile:
         dtype, e4m3 = arguments.query.dtype, arguments.kv_scales is not None

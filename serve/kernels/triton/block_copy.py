@@ -7,6 +7,7 @@ Grid     [n, P, pieces of a block].
 Bytes    reads and writes P * n blocks; twice that where a block within one tensor is both read and
          written: then they pass through a buffer, so that all reads come before all writes.
          FLOPs: none.
+Loads    16 bytes each: all strides are multiples of 16 elements, and Triton must be left to see.
 Source   ours. A kernel reaches pinned memory through the GPU's own address space, which spares one
          copy command per block; other projects' swap paths do the same.
 """
@@ -21,14 +22,14 @@ from torch import Tensor
 _PIECE = 4096
 
 
-@triton.jit(do_not_specialize=["src_part_stride", "dst_part_stride"])
+@triton.jit(do_not_specialize_on_alignment=["src_ids_ptr", "dst_ids_ptr"])
 def block_copy_kernel(
     src_ptr,
     dst_ptr,
     src_ids_ptr,
     dst_ids_ptr,
-    src_part_stride,
-    dst_part_stride,
+    src_part_stride: tl.int64,
+    dst_part_stride: tl.int64,
     src_block_stride,
     dst_block_stride,
     BLOCK_ELEMENTS: tl.constexpr,

@@ -1,23 +1,27 @@
-"""Decode attention with the context of each request split over several programs.
+"""Decode attention with the contexts cut into pieces of about equal work.
 
-One token per request leaves a GPU idle when requests are few: R * num_kv_heads programs. Here a
-request's keys are cut into S pieces that are attended side by side, and their partial results
-merged exactly: each piece keeps its running maximum and sum, so merging is the same rescaling that
-the loop over keys does anyway.
+One token per request leaves a GPU idle when requests are few or one is long: a program walks a
+context tile by tile. Here contexts are cut into pieces that are attended side by side, and partial
+results merged exactly: each piece keeps its running maximum and sum, so merging is the same
+rescaling that the loop over keys does anyway. Where to cut is decided on the device, once a step
+for all its layers, because a recorded step has its lengths there only.
 
-Shapes   as in attention.py, for the first `num_rows` requests, which have one token each; partial
-         results [num_rows, num_heads, S, D] and [num_rows, num_heads, S, 2] fp32.
+Shapes   as in attention.py, for the first R requests, which have one token each; a plan of P pieces
+         int32, those of a request one after another: piece_start [R+1], piece_row [P] (-1: no
+         piece); partial results [P, num_heads, D] and [P, num_heads, 2] fp32.
 Dtypes   fp32, fp16, bf16, and e4m3 for the cache, as in attention.py; partial results fp32.
-Grid     [num_kv_heads, num_rows, S], then [num_rows, num_heads] to merge (S > 1).
+Grid     one program to plan; [num_kv_heads, P]; [R, num_heads] to merge. P depends on R only.
 Bytes    each visible key and value once: 2 * num_kv_heads * D elements per position; merging moves
-         8 * num_rows * num_heads * S * D bytes more.
+         8 * num_heads * D bytes per piece of a cut request more.
 FLOPs    4 * num_heads * D per position.
-Source   Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); merge as in FlashAttention-2, section 3.1.
+Source   Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); merge as in FlashAttention-2, section 3.1;
+         equal pieces: Stream-K (arXiv:2301.03598), without pieces that span requests.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,71 +30,116 @@ from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata
 from serve.kernels.triton.arguments import AttentionArguments
-from serve.kernels.triton.online_softmax import LOG2_E, attend_keys, begin_rows, finish_rows
+from serve.kernels.triton.launch import Launcher
+from serve.kernels.triton.online_softmax import (
+    LOG2_E,
+    LOWEST,
+    attend_keys,
+    begin_rows,
+    finish_rows,
+)
 from serve.kernels.triton.tiles import Tile
 
-MAX_SPLITS = 64
-MIN_SPLIT_LEN = 256
-"""Keys per split below which merging costs more than it saves."""
-PROGRAMS_PER_MULTIPROCESSOR = 2
-"""What fits side by side with the decode tiles' shared memory."""
-GOOD_OCCUPANCY = 0.85
+PIECE_COST = tl.constexpr(2)
+"""What starting and ending a piece takes, in tiles of keys."""
+MERGE_COST = tl.constexpr(0.25)
+"""What merging takes per piece of the longest request, in tiles."""
+SHORT_CONTEXT = 1024
+_PIECES_AT_ONCE = 16
+_ROWS_AT_ONCE = 64
+_LENGTHS = 32
+"""Lengths that a plan chooses from: 1, 2, 3, 4, 6, 8, 12, … 49152 tiles."""
 
 
-def plan_splits(
+def num_decode_rows(
     meta: AttentionMetadata, num_kv_heads: int, window: int | None, multiprocessors: int
-) -> tuple[int, int]:
-    """(rows, splits): the leading rows for this file's kernels, the rest being the ragged one's.
+) -> int:
+    """The leading rows for this file's kernels, the rest being the ragged one's.
 
-    A step of single tokens is all ours. In a mixed step the single tokens are, if splitting helps
-    them; otherwise none, because one launch beats two. Depends on sizes only, as captures need.
+    A step of single tokens is all ours. In a mixed step a few short ones go with the prompts,
+    because one launch beats three: there each takes a whole multiprocessor, and is never cut.
+    Depends on sizes only, as captures need.
     """
     rows = meta.num_decode_rows
-    if rows == 0:
-        return 0, 1
-    max_kv_len = min(meta.max_seq_len, window or meta.max_seq_len)
-    splits = choose_num_splits(rows, num_kv_heads, max_kv_len, multiprocessors)
-    if splits == 1 and rows < meta.seq_lens.shape[0]:
-        return 0, 1
-    return rows, splits
+    longest = min(meta.max_seq_len, window or meta.max_seq_len)
+    few = rows * num_kv_heads <= multiprocessors // 2 and longest <= SHORT_CONTEXT
+    return 0 if few and rows < meta.seq_lens.shape[0] else rows
 
 
-def choose_num_splits(
-    num_rows: int, num_kv_heads: int, max_kv_len: int, multiprocessors: int
-) -> int:
-    """The split rule: the fewest splits (a power of two) that keep the GPU 85 % busy.
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "num_kv_heads", "places", "window"])
+def plan_pieces_kernel(
+    piece_start_ptr,
+    piece_row_ptr,
+    seq_lens_ptr,
+    num_rows,
+    num_pieces,  # room for them
+    num_kv_heads,
+    places,  # programs that run side by side
+    window,  # 0: none
+    TILE_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """Choose the piece length whose rounds of programs, each as long as a piece, end first."""
+    index = tl.arange(0, LENGTHS)
+    lengths = ((2 + (index & 1)) << (index >> 1)) >> 1
+    pieces = tl.zeros([LENGTHS], tl.int32)
+    longest = 1
+    for start in tl.range(0, num_rows, ROWS):
+        tiles = row_tiles(seq_lens_ptr, start, num_rows, window, TILE_N, ROWS)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+        pieces += tl.sum((tiles[:, None] + lengths[None, :] - 1) // lengths[None, :], 0)
+    rounds = (pieces * num_kv_heads + places - 1) // places
+    walked = tl.minimum(lengths, longest) + PIECE_COST
+    merged = (longest + lengths - 1) // lengths * MERGE_COST
+    cost = tl.where(pieces <= num_pieces, rounds * walked + merged, float("inf"))
+    cheapest = tl.min(cost, 0)
+    length = tl.max(tl.where(cost == cheapest, lengths, 0), 0)
 
-    P programs on N places take ceil(P / N) rounds, so P / (N * ceil(P / N)) of the places work.
-    No split is shorter than 256 keys. If no number of splits is good, the best one.
-    """
-    places = multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-    best, best_occupancy = 1, 0.0
-    splits = 1
-    while splits <= MAX_SPLITS and (splits == 1 or max_kv_len >= splits * MIN_SPLIT_LEN):
-        programs = num_rows * num_kv_heads * splits
-        occupancy = programs / (places * math.ceil(programs / places))
-        if occupancy >= GOOD_OCCUPANCY:
-            return splits
-        if occupancy > best_occupancy:
-            best, best_occupancy = splits, occupancy
-        splits *= 2
-    return best
+    total = 0
+    for start in tl.range(0, num_rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = row < num_rows
+        tiles = row_tiles(seq_lens_ptr, start, num_rows, window, TILE_N, ROWS)
+        count = (tiles + length - 1) // length
+        first = total + tl.cumsum(count, 0) - count
+        tl.store(piece_start_ptr + row, first, mask=inside)
+        for piece in tl.range(0, tl.max(count, 0)):
+            tl.store(piece_row_ptr + first + piece, row, mask=inside & (piece < count))
+        total += tl.sum(count, 0)
+    tl.store(piece_start_ptr + num_rows, total)
+    for start in tl.range(total, num_pieces, ROWS):
+        piece = start + tl.arange(0, ROWS)
+        tl.store(piece_row_ptr + piece, -1, mask=piece < num_pieces)
 
 
-@triton.jit(do_not_specialize=["window", "softcap", "scale_log2"])
+@triton.jit
+def row_tiles(seq_lens_ptr, start, num_rows, window, TILE_N: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS] tiles that each row's token sees, at least 1; 0 past the last row."""
+    row = start + tl.arange(0, ROWS)
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    first_tile = tl.where(window > 0, tl.maximum(seq_len - window, 0) // TILE_N, 0)
+    tiles = tl.maximum((seq_len + TILE_N - 1) // TILE_N - first_tile, 1)
+    return tl.where(row < num_rows, tiles, 0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "softcap", "scale_log2"])
 def decode_attention_kernel(
-    out_ptr,  # the result if NUM_SPLITS is 1, else the pieces' results
-    piece_state_ptr,  # the pieces' maxima and sums; unused if NUM_SPLITS is 1
+    out_ptr,
+    pieces_ptr,  # results of the pieces of cut rows
+    piece_state_ptr,  # and their maxima and sums
     query_ptr,
     kv_ptr,
     scales_ptr,
     sinks_ptr,
     seq_lens_ptr,
     table_ptr,
+    piece_start_ptr,
+    piece_row_ptr,
     query_stride,
     query_head_stride,
     out_stride,
-    kv_stride,
+    kv_stride: tl.int64,  # so that a small pool and a large one are one variant
     block_stride,
     table_stride,
     scale_log2,
@@ -102,24 +151,27 @@ def decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least 16, the smallest matrix product
     TILE_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,  # Mistral, Gemma
     HAS_SOFTCAP: tl.constexpr,  # Gemma 2
     HAS_SINKS: tl.constexpr,  # gpt-oss
     HAS_SCALES: tl.constexpr,  # an e4m3 cache
 ):
     kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
+    piece = tl.program_id(1)
+    row = tl.load(piece_row_ptr + piece)
+    if row < 0:
+        return
+    first_piece = tl.load(piece_start_ptr + row)
+    num_pieces = tl.load(piece_start_ptr + row + 1) - first_piece
     seq_len = tl.load(seq_lens_ptr + row)
     last_pos = seq_len - 1
     first_readable = 0
     if HAS_WINDOW:
         first_readable = tl.maximum(seq_len - window, 0)
     first_tile = first_readable // TILE_N
-    tiles_per_split = tl.cdiv(tl.cdiv(seq_len, TILE_N) - first_tile, NUM_SPLITS)
-    start = (first_tile + split * tiles_per_split) * TILE_N
-    end = tl.minimum(start + tiles_per_split * TILE_N, seq_len)
+    tiles_per_piece = tl.cdiv(tl.cdiv(seq_len, TILE_N) - first_tile, num_pieces)
+    start = (first_tile + (piece - first_piece) * tiles_per_piece) * TILE_N
+    end = tl.minimum(start + tiles_per_piece * TILE_N, seq_len)
 
     group_row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + group_row
@@ -142,18 +194,18 @@ def decode_attention_kernel(
 
     if HAS_SCALES:
         accumulator *= tl.load(scales_ptr + tl.num_programs(0) + kv_head)
-    if NUM_SPLITS == 1:
-        accumulator = finish_rows(accumulator, row_max, row_sum, sinks_ptr, head, live, HAS_SINKS)
-        out_offsets = token * out_stride + head * HEAD_DIM
-    else:
-        piece = (token * (tl.num_programs(0) * GROUP) + head) * NUM_SPLITS + split
-        tl.store(piece_state_ptr + piece * 2, row_max, mask=live)
-        tl.store(piece_state_ptr + piece * 2 + 1, row_sum, mask=live)
-        out_offsets = piece * HEAD_DIM
     dims = tl.arange(0, PADDED_DIM)
-    out_ptrs = out_ptr + out_offsets[:, None] + dims[None, :]
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out_ptrs, accumulator.to(out_ptr.dtype.element_ty), mask=mask)
+    if num_pieces == 1:
+        result = finish_rows(accumulator, row_max, row_sum, sinks_ptr, head, live, HAS_SINKS)
+        out_ptrs = out_ptr + (token * out_stride + head * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        place = piece.to(tl.int64) * (tl.num_programs(0) * GROUP) + head
+        tl.store(piece_state_ptr + place * 2, row_max, mask=live)
+        tl.store(piece_state_ptr + place * 2 + 1, row_sum, mask=live)
+        piece_ptrs = pieces_ptr + (place * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(piece_ptrs, accumulator, mask=mask)
 
 
 @triton.jit
@@ -162,89 +214,131 @@ def merge_pieces_kernel(
     pieces_ptr,
     piece_state_ptr,
     sinks_ptr,
+    piece_start_ptr,
     out_stride,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    PIECES: tl.constexpr,  # taken in at once
     HAS_SINKS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     head = tl.program_id(1)
+    first = tl.load(piece_start_ptr + row)
+    end = tl.load(piece_start_ptr + row + 1)
+    if end - first == 1:
+        return
     dims = tl.arange(0, PADDED_DIM)
-    pieces = (token * tl.num_programs(1) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    piece_max = tl.load(piece_state_ptr + pieces * 2)
-    piece_sum = tl.load(piece_state_ptr + pieces * 2 + 1)
-    mask = (dims < HEAD_DIM)[None, :]
-    partial = tl.load(pieces_ptr + pieces[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-
-    highest = tl.max(piece_max, 0)
+    result = tl.zeros([PADDED_DIM], tl.float32)
+    highest = LOWEST
+    total = 0.0
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    shrink = tl.exp2(piece_max - highest)
-    total = tl.sum(piece_sum * shrink, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - highest)
-    result = tl.sum(partial * shrink[:, None], 0) / tl.where(total > 0, total, 1.0)
-    out_ptrs = out_ptr + token * out_stride + head * HEAD_DIM + dims
+        highest = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        total = 1.0
+    for start in tl.range(first, end, PIECES):
+        piece = start + tl.arange(0, PIECES)
+        inside = piece < end
+        place = piece.to(tl.int64) * tl.num_programs(1) + head
+        piece_max = tl.load(piece_state_ptr + place * 2, mask=inside, other=LOWEST)
+        piece_sum = tl.load(piece_state_ptr + place * 2 + 1, mask=inside, other=0.0)
+        mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+        ptrs = pieces_ptr + (place * HEAD_DIM)[:, None] + dims[None, :]
+        partial = tl.load(ptrs, mask=mask, other=0.0)
+        new_highest = tl.maximum(highest, tl.max(piece_max, 0))
+        weights = tl.exp2(piece_max - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(piece_sum * weights, 0)
+        result = result * shrink + tl.sum(partial * weights[:, None], 0)
+        highest = new_highest
+    result = result / tl.where(total > 0, total, 1.0)
+    out_ptrs = out_ptr + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def decode_attention(
-    arguments: AttentionArguments, out: Tensor, *, num_rows: int, num_splits: int, tile: Tile
-) -> None:
-    """Fill `out` for the first `num_rows` requests, each of which has one token."""
+_plan_pieces = Launcher(plan_pieces_kernel)
+_attend_pieces = Launcher(decode_attention_kernel)
+_merge_pieces = Launcher(merge_pieces_kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How the contexts of a step's first rows are cut, and room for the pieces' results."""
+
+    num_rows: int
+    piece_start: Tensor  # [R+1]
+    piece_row: Tensor  # [P]
+    pieces: Tensor  # [P, num_heads, D] fp32; of one layer after another
+    state: Tensor  # [P, num_heads, 2] fp32
+
+
+def plan_decode(
+    arguments: AttentionArguments, *, num_rows: int, tile: Tile, multiprocessors: int
+) -> DecodePlan:
+    """Good for every layer of the step with the same window and heads."""
     a = arguments
-    num_heads = a.query.shape[1]
+    device, places = a.query.device, multiprocessors * tile.per_multiprocessor
+    num_pieces = num_rows + max(2 * places // a.num_kv_heads, 1)
+    start, rows = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (num_rows + 1, num_pieces)
+    )
+    shape = (num_pieces, a.query.shape[1])
+    pieces, state = (
+        torch.empty((*shape, size), dtype=torch.float32, device=device) for size in (a.head_dim, 2)
+    )
+    _plan_pieces(
+        (1, 1, 1),
+        (start, rows, a.seq_lens),
+        (),
+        (num_rows, num_pieces, a.num_kv_heads, places, a.window or 0),
+        (tile.tile_n, _ROWS_AT_ONCE, _LENGTHS),
+        num_warps=4,
+    )
+    return DecodePlan(num_rows, start, rows, pieces, state)
+
+
+def decode_attention(
+    arguments: AttentionArguments, out: Tensor, plan: DecodePlan, *, tile: Tile
+) -> None:
+    """Fill `out` for the planned requests, each of which has one token."""
+    a = arguments
     sinks = a.sinks if a.sinks is not None else a.query
-    padded_dim = triton.next_power_of_2(a.head_dim)
-    pieces, state = out, out
-    if num_splits > 1:
-        shape = (num_rows, num_heads, num_splits)
-        pieces = torch.empty((*shape, a.head_dim), dtype=torch.float32, device=out.device)
-        state = torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
-    decode_attention_kernel[(a.num_kv_heads, num_rows, num_splits)](
-        pieces,
-        state,
-        a.query,
-        a.kv,
-        a.kv_scales if a.kv_scales is not None else a.query,
-        sinks,
-        a.seq_lens,
-        a.block_table,
-        a.query.stride(0),
-        a.query.stride(1),
-        out.stride(0),
-        a.kv.stride(0),
-        a.kv.stride(1),
-        a.block_table.stride(0),
-        a.scale * math.log2(math.e),
-        a.softcap or 0.0,
-        a.window or 0,
-        GROUP=a.group,
-        HEAD_DIM=a.head_dim,
-        PADDED_DIM=padded_dim,
-        BLOCK_SIZE=a.block_size,
-        BLOCK_M=max(tile.block_m, triton.next_power_of_2(a.group)),
-        TILE_N=tile.tile_n,
-        NUM_SPLITS=num_splits,
-        HAS_WINDOW=a.window is not None,
-        HAS_SOFTCAP=a.softcap is not None,
-        HAS_SINKS=a.sinks is not None,
-        HAS_SCALES=a.kv_scales is not None,
+    padded_dim = a.padded_dim
+    _attend_pieces(
+        (a.num_kv_heads, plan.piece_row.shape[0], 1),
+        (
+            out,
+            plan.pieces,
+            plan.state,
+            a.query,
+            a.kv,
+            a.kv_scales if a.kv_scales is not None else a.query,
+            sinks,
+            a.seq_lens,
+            a.block_table,
+            plan.piece_start,
+            plan.piece_row,
+        ),
+        (*a.query.stride()[:2], out.stride(0), *a.kv.stride()[:2]),
+        (a.block_table.stride(0), a.scale * math.log2(math.e), a.softcap or 0.0, a.window or 0),
+        (
+            a.group,
+            a.head_dim,
+            padded_dim,
+            a.block_size,
+            max(tile.block_m, a.padded_group),
+            tile.tile_n,
+            a.window is not None,
+            a.softcap is not None,
+            a.sinks is not None,
+            a.kv_scales is not None,
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
-        merge_pieces_kernel[(num_rows, num_heads)](
-            out,
-            pieces,
-            state,
-            sinks,
-            out.stride(0),
-            HEAD_DIM=a.head_dim,
-            PADDED_DIM=padded_dim,
-            NUM_SPLITS=num_splits,
-            HAS_SINKS=a.sinks is not None,
-            num_warps=4,
-        )
+    _merge_pieces(
+        (plan.num_rows, a.query.shape[1], 1),
+        (out, plan.pieces, plan.state, sinks, plan.piece_start),
+        (out.stride(0),),
+        (),
+        (a.head_dim, padded_dim, _PIECES_AT_ONCE, a.sinks is not None),
+        num_warps=4,
+    )

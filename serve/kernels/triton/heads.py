@@ -23,6 +23,7 @@ from torch import Tensor
 from serve.kernels.base import HeadNorms
 from serve.kernels.triton.arguments import check_cache
 from serve.kernels.triton.fp8 import narrow
+from serve.kernels.triton.launch import Launcher, cdiv
 
 _HEADS_PER_PROGRAM = 4
 
@@ -39,7 +40,7 @@ def prepare_heads_kernel(
     positions_ptr,
     slot_mapping_ptr,
     token_stride,
-    kv_stride,
+    kv_stride: tl.int64,  # so that a small pool and a large one are one variant
     block_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -128,6 +129,9 @@ def turned_heads(
     return x.to(dtype)
 
 
+_prepare = Launcher(prepare_heads_kernel)
+
+
 def prepare_heads(
     heads: Tensor,
     num_heads: int,
@@ -157,32 +161,34 @@ def prepare_heads(
         assert weight.shape == (head_dim,), (weight.shape, head_dim)
         assert weight.is_contiguous(), weight.stride()
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
-    groups = triton.cdiv(num_heads, _HEADS_PER_PROGRAM)
-    groups += 2 * triton.cdiv(num_kv_heads, _HEADS_PER_PROGRAM)
+    groups = cdiv(num_heads, _HEADS_PER_PROGRAM) + 2 * cdiv(num_kv_heads, _HEADS_PER_PROGRAM)
     if num_tokens:
-        prepare_heads_kernel[(num_tokens, groups)](
-            out,
-            heads,
-            kv,
-            kv_scales if kv_scales is not None else cos_sin,
-            norms.query if norms else cos_sin,
-            norms.key if norms else cos_sin,
-            cos_sin,
-            positions,
-            slot_mapping,
-            heads.stride(0),
-            kv.stride(0),
-            kv.stride(1),
-            norms.eps if norms else 0.0,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=triton.next_power_of_2(head_dim),
-            HALF=cos_sin.shape[1] // 2,
-            BLOCK_SIZE=kv.shape[3],
-            HEADS=_HEADS_PER_PROGRAM,
-            HAS_NORMS=norms is not None,
-            HAS_SCALES=kv_scales is not None,
+        _prepare(
+            (num_tokens, groups, 1),
+            (
+                out,
+                heads,
+                kv,
+                kv_scales if kv_scales is not None else cos_sin,
+                norms.query if norms else cos_sin,
+                norms.key if norms else cos_sin,
+                cos_sin,
+                positions,
+                slot_mapping,
+            ),
+            (heads.stride(0), *kv.stride()[:2]),
+            (norms.eps if norms else 0.0,),
+            (
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                1 << (head_dim - 1).bit_length(),
+                cos_sin.shape[1] // 2,
+                kv.shape[3],
+                _HEADS_PER_PROGRAM,
+                norms is not None,
+                kv_scales is not None,
+            ),
             num_warps=2,
         )
     return out

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve.kernels.triton.launch import Launcher, cdiv
 from serve.kernels.triton.tiles import Tile, multiprocessor_count
 
 
@@ -29,8 +30,8 @@ def matmul_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    num_rows,
     x_stride,
+    num_rows,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -61,6 +62,9 @@ def matmul_kernel(
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_multiply = Launcher(matmul_kernel)
+
+
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
     """x @ weight.T + bias; row i of the result depends on row i of x alone, bit for bit."""
     assert x.ndim == weight.ndim == 2, (x.shape, weight.shape)
@@ -71,21 +75,21 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile)
     assert bias is None or bias.shape == weight.shape[:1], (bias, weight.shape)
     num_rows, out_features = x.shape[0], weight.shape[0]
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
-    num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.tile_n)
+    num_tiles = cdiv(num_rows, tile.block_m) * cdiv(out_features, tile.tile_n)
     if num_tiles:
-        matmul_kernel[(min(num_tiles, multiprocessor_count(x.device)),)](
-            out,
-            x,
-            weight,
-            bias if bias is not None else weight,
-            num_rows,
-            x.stride(0),
-            OUT=out_features,
-            IN=x.shape[1],
-            BLOCK_M=tile.block_m,
-            TILE_N=tile.tile_n,
-            TILE_K=tile.tile_k,
-            HAS_BIAS=bias is not None,
+        _multiply(
+            (min(num_tiles, multiprocessor_count(x.device)), 1, 1),
+            (out, x, weight, bias if bias is not None else weight),
+            (x.stride(0),),
+            (num_rows,),
+            (
+                out_features,
+                x.shape[1],
+                tile.block_m,
+                tile.tile_n,
+                tile.tile_k,
+                bias is not None,
+            ),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve.kernels.triton.launch import Launcher
+
 
 @triton.jit(do_not_specialize=["eps"])
 def rms_norm_kernel(
@@ -71,6 +73,10 @@ def normalised_row(x, weight_ptr, columns, mask, eps, N: tl.constexpr):
     return x * scale * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
 
 
+_norm = Launcher(rms_norm_kernel)
+_add_norm = Launcher(add_rms_norm_kernel)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm over the last dim. x may be a slice [T, n] or [T, heads, n] of a wider tensor."""
     rows = x if x.ndim in (2, 3) else x.reshape(-1, x.shape[-1])
@@ -80,15 +86,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _check(rows, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if outer and inner:
-        rms_norm_kernel[(outer, inner)](
-            out,
-            rows,
-            weight,
-            rows.stride(0),
-            rows.stride(1),
-            eps,
-            N=n,
-            PADDED_N=triton.next_power_of_2(n),
+        _norm(
+            (outer, inner, 1),
+            (out, rows, weight),
+            rows.stride()[:2],
+            (eps,),
+            (n, _padded(n)),
             num_warps=_num_warps(n),
         )
     return out
@@ -104,17 +107,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     rows, n = x.shape
     out, total = (torch.empty((rows, n), dtype=x.dtype, device=x.device) for _ in range(2))
     if rows:
-        add_rms_norm_kernel[(rows,)](
-            out,
-            total,
-            x,
-            residual,
-            weight,
-            x.stride(0),
-            residual.stride(0),
-            eps,
-            N=n,
-            PADDED_N=triton.next_power_of_2(n),
+        _add_norm(
+            (rows, 1, 1),
+            (out, total, x, residual, weight),
+            (x.stride(0), residual.stride(0)),
+            (eps,),
+            (n, _padded(n)),
             num_warps=_num_warps(n),
         )
     return out, total
@@ -129,4 +127,8 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 def _num_warps(n: int) -> int:
     """About 8 elements, one 16-byte load, per thread and pass."""
-    return int(min(8, max(1, triton.next_power_of_2(n) // 512)))
+    return min(8, max(1, _padded(n) // 512))
+
+
+def _padded(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
 import torch
@@ -23,13 +24,15 @@ import triton
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One launch configuration: rows and columns of the tile a program owns, depth of its inner
-    step (matmul only), and the compiler's two knobs."""
+    step (matmul only), the compiler's two knobs, and how many programs fit side by side on one
+    multiprocessor (decode only)."""
 
     block_m: int
     tile_n: int
     num_warps: int
     num_stages: int
     tile_k: int = 0
+    per_multiprocessor: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class TileTable:
         An e4m3 cache has one of its own where the other would spill: its numbers are widened in
         registers.
         """
-        width = max(64, triton.next_power_of_2(head_dim))
+        width = max(64, 1 << (head_dim - 1).bit_length())
         tiles, bits = self.tiles[kernel], dtype.itemsize * 8
         tile = tiles[f"{bits}bit/{width}"]
         return tiles.get(f"{bits}bit e4m3/{width}", tile) if e4m3 else tile
@@ -80,9 +83,10 @@ def current_target() -> str:
     return f"{target.backend}:{target.arch}"
 
 
+@cache
 def multiprocessor_count(device: torch.device) -> int:
     """How many programs run side by side at least; a made-up 8 under Triton's interpreter."""
-    if device.type == "cpu":
+    if triton.knobs.runtime.interpret:
         return 8
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return int(properties["multiprocessor_count"])

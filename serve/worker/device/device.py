@@ -111,7 +111,7 @@ class Device(Protocol):
         """Wait until all work given so far is done."""
 
     def release_unused(self) -> None:
-        """Give back memory that is kept for later but holds nothing now."""
+        """Give back memory that is kept for later but holds nothing now, or nothing but garbage."""
 
     def graph_recorder(self) -> GraphRecorder | None:
         """Records graphs of device work; None where launching work costs nothing to speak of."""

@@ -223,7 +223,7 @@ def keep_top(values: Tensor, scaled: Tensor, numbers: Tensor) -> tuple[Tensor, T
     )
     probabilities = (kept - total).exp()
     outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
-    outside[:, 0] = False
+    outside[:, 0].zero_()
     least = kept.masked_fill(outside, torch.inf).amin(dim=-1, keepdim=True)
     decided = all_in_view | ((top_k >= scaled.shape[1]) & (farthest < least))
     return kept.masked_fill_(kept < least, -torch.inf), decided.squeeze(1)

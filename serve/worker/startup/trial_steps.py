@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from serve.kv_cache.block_copy import BlockCopy
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 
@@ -37,6 +38,23 @@ def largest_plan(
         admitted.append(RowData(request_id, sampling, tokens, length, blocks))
         scheduled.append(ScheduledRequest(request_id, 0, length, tokens, [], samples=True))
     return SchedulerOutput(scheduled, admitted, [], [], [], [], sum(lengths))
+
+
+def warming_plans(max_model_len: int, block_size: int) -> Iterator[SchedulerOutput]:
+    """Steps that launch every kernel that serving launches, in the null block: a prompt, then the
+    last token of the longest request, with penalties and a random draw; and a copied block."""
+    everything = SamplingParams(
+        temperature=1.0, top_k=5, top_p=0.9, presence_penalty=0.1, max_tokens=1, seed=0
+    )
+    blocks = [0] * -(-max_model_len // block_size)
+    released: list[str] = []
+    for length, new in ((min(2, max_model_len), 2), (max_model_len, 1)):
+        name, count = f"warming-{new}", min(new, length)
+        row = RowData(name, everything, [0] * length, length, blocks)
+        share = ScheduledRequest(name, length - count, count, [0] * count, [], samples=True)
+        yield SchedulerOutput([share], [row], released, [], [], [BlockCopy(0, 0)], count)
+        released = [name]
+    yield SchedulerOutput([], [], released, [], [], [], 0)
 
 
 def _split(budget: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
