@@ -200,7 +200,9 @@ async def test_a_second_death_within_a_minute_is_the_end() -> None:
     await engines.engine.close()
 
 
-async def test_an_engine_that_cannot_be_started_again_is_the_end_with_both_reasons() -> None:
+async def test_an_engine_that_cannot_be_started_again_is_the_end_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engines = await line()
 
     class Broken(ScriptedClient):
@@ -211,8 +213,9 @@ async def test_an_engine_that_cannot_be_started_again_is_the_end_with_both_reaso
     reader = read(engines.engine)
     await settle()
     await engines.kill()
-    with pytest.raises(EngineDead, match=r"killed.*no memory is left"):
+    with pytest.raises(EngineDead, match=r"killed.*could not be started again; the server's log"):
         await reader
+    assert "could not be started again: no memory is left." in caplog.text
     await engines.engine.close()
 
 
