@@ -48,10 +48,9 @@ def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) -> None:
-    # Triton 3.6 stores one register of this kernel on sm_100; 3.9 none.
-    known = (
-        {("cuda:100", "heads e4m3=False bf16")} if triton.__version__.startswith("3.6.") else set()
-    )
+    # Triton 3.6 and 3.7 store one register of this kernel on sm_100; 3.9 none.
+    older = triton.__version__.startswith(("3.6.", "3.7."))
+    known = {("cuda:100", "heads e4m3=False bf16")} if older else set()
     for report in reports:
         assert report["spills"] <= ((report["target"], report["label"]) in known), report
         assert report["shared_bytes"] <= SHARED_LIMIT[report["target"]], report

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from serve.kernels.triton import triton_kernels
 from serve.kernels.triton.arguments import AttentionArguments
-from serve.kernels.triton.decode_attention import (
-    DecodePlan,
-    decode_attention,
-    num_decode_rows,
-    plan_decode,
-)
+from serve.kernels.triton.decode_attention import decode_attention
+from serve.kernels.triton.decode_plan import DecodePlan, num_decode_rows, plan_decode
 from serve.kernels.triton.launch import cdiv
 from serve.kernels.triton.tiles import Tile
 from tests.kernels.ragged import Options, Shape, Step, make_step, relative_error

@@ -10,7 +10,8 @@ from serve.kernels.base import AttentionBackend
 from serve.kernels.triton import triton_kernels
 from serve.kernels.triton.arguments import AttentionArguments
 from serve.kernels.triton.backend import TritonAttention
-from serve.kernels.triton.decode_attention import decode_attention, plan_decode
+from serve.kernels.triton.decode_attention import decode_attention
+from serve.kernels.triton.decode_plan import plan_decode
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.kv_write import write_kv
 from serve.kernels.triton.tiles import Tile, load_tiles

@@ -12,11 +12,8 @@ import triton
 from serve.kernels.triton.activation import gated_act_kernel
 from serve.kernels.triton.attention import ragged_attention_kernel
 from serve.kernels.triton.block_copy import block_copy_kernel
-from serve.kernels.triton.decode_attention import (
-    decode_attention_kernel,
-    merge_pieces_kernel,
-    plan_pieces_kernel,
-)
+from serve.kernels.triton.decode_attention import decode_attention_kernel, merge_pieces_kernel
+from serve.kernels.triton.decode_plan import plan_pieces_kernel
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.heads import prepare_heads_kernel
 from serve.kernels.triton.kv_write import kv_write_kernel
@@ -242,16 +239,16 @@ def sampling_kernels() -> Iterator[Variant]:
     }
     vocab = {"VOCAB": 128_256}
     tiles = {"ALL_TILES": 128, "PADDED_TILES": 128}
-    lists = {"LIST": 256, "PIECES": 16, "PADDED_PIECES": 16}
+    lists = {"LIST": 128, "PIECES": 16, "PADDED_PIECES": 16}
     for kernel, num_warps, constants in (
         (tile_maxima_kernel, 8, {"TILE": 1024, "TILES": 8}),
-        (scan_pieces_kernel, 8, {"PIECE": 8192, "LIST": 256, **tiles}),
+        (scan_pieces_kernel, 8, {"PIECE": 8192, "LIST": 128, **tiles}),
         (choose_kernel, 8, {"TILE": 1024, **lists, **tiles}),
         (penalize_kernel, 4, {"TILE": 1024}),
     ):
         types = integers(kernel) | pointers
         yield Variant(kernel.__name__, kernel, types, vocab | constants, num_warps)
-    large = {"VOCAB": 262_208, "ALL_TILES": 264, "PADDED_TILES": 512, "LIST": 64}
+    large = {"VOCAB": 262_208, "ALL_TILES": 264, "PADDED_TILES": 512, "LIST": 32}
     pieces = {"TILE": 1024, "PIECES": 33, "PADDED_PIECES": 64}
     for kernel, constants in (
         (scan_pieces_kernel, {"PIECE": 8192, **large}),

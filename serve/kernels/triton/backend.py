@@ -16,12 +16,8 @@ from serve.kernels.triton.arguments import (
     AttentionArguments,
 )
 from serve.kernels.triton.attention import ragged_attention
-from serve.kernels.triton.decode_attention import (
-    DecodePlan,
-    decode_attention,
-    num_decode_rows,
-    plan_decode,
-)
+from serve.kernels.triton.decode_attention import decode_attention
+from serve.kernels.triton.decode_plan import DecodePlan, num_decode_rows, plan_decode
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.heads import prepare_heads
 from serve.kernels.triton.kv_write import write_kv
