@@ -254,6 +254,61 @@ def test_an_undeclared_library_is_seen() -> None:
     assert undeclared_libraries("bench.plot", ast.parse(late)) == {"httpx"}
 
 
+CHANGERS = {"append", "extend", "insert", "remove", "pop", "clear", "update", "add", "discard"}
+
+
+def changes_from_outside(tree: ast.Module, fields: set[str]) -> list[str]:
+    """Where a field of another object is assigned, or a collection in one is changed."""
+    owned = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    found = []
+    for node in owned:
+        if isinstance(node.ctx, ast.Load) and node.attr in CHANGERS:
+            node = node.value if isinstance(node.value, ast.Attribute) else node
+        elif isinstance(node.ctx, ast.Load):
+            continue
+        if node.attr in fields and ast.unparse(node.value) != "self":
+            found.append(ast.unparse(node))
+    return found
+
+
+def annotated_fields(module: str, name: str) -> set[str]:
+    """A dataclass's fields, or a class's slots."""
+    (found,) = (n for n in MODULES[module].body if isinstance(n, ast.ClassDef) and n.name == name)
+    targets = (node.target for node in found.body if isinstance(node, ast.AnnAssign))
+    slots = (n.value for n in found.body if isinstance(n, ast.Assign))
+    return {target.id for target in targets if isinstance(target, ast.Name)} | {
+        str(name) for value in slots for name in ast.literal_eval(value)
+    }
+
+
+OWNERS = {"Request": "scheduler.request", "PlanBuilder": "scheduler.plan_builder"}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_request_and_a_plan_in_the_making_are_changed_only_in_their_own_file(name: str) -> None:
+    fields = annotated_fields(OWNERS[name], name)
+    assert len(fields) > 10
+    for module, tree in MODULES.items():
+        if part_of(module) in {"scheduler", "engine"} and module != OWNERS[name]:
+            assert changes_from_outside(tree, fields) == [], module
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "request.num_tokens += 1",
+        "self.running[0].num_tokens = 3",
+        "a, request.num_tokens = 1, 2",
+        "request.token_ids.append(5)",
+        "del request.token_ids",
+    ],
+)
+def test_a_change_from_outside_is_seen(line: str) -> None:
+    fields = annotated_fields("scheduler.request", "Request")
+    assert len(changes_from_outside(ast.parse(line), fields)) == 1
+    assert changes_from_outside(ast.parse("self.num_tokens = request.num_tokens"), fields) == []
+
+
 def test_torch_stays_out_of_the_scheduler_and_the_logical_cache() -> None:
     pure = {n: t for n, t in MODULES.items() if part_of(n) in {"scheduler", "kv_cache"}}
     del pure["kv_cache.storage"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from serve.kv_cache.manager import KVCacheManager
-from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import RowData
-from serve.scheduler.passing import most_that_passes
-from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.plan_builder import LaunchedSteps, PlanBuilder
 from serve.scheduler.policy.headroom import Headroom
+from serve.scheduler.policy.passing import most_that_passes
 from serve.scheduler.policy.service_order import ServiceOrder
 from serve.scheduler.policy.step_costs import StepCosts
 from serve.scheduler.request import Request, RequestStatus
@@ -58,7 +57,7 @@ class Admission:
         begun = plan.begun
         if request is not None and begun is not None and not self.passes(request, begun):
             request = self._roster.next_shorter(request, most_that_passes(begun))
-        return None if request is None or self._launched.name(request) else request
+        return None if request is None or self._launched.names(request) else request
 
     def passes(self, request: Request, begun: Request) -> bool:
         """Whether a queued request may start beside a long prompt that has begun: it lacks little
@@ -91,7 +90,7 @@ class Admission:
         )
         if copies is None:
             return False
-        plan.swap_in += copies
+        plan.bring_back(copies)
         self._totals.blocks_swapped += len(copies)
         return True
 
@@ -112,45 +111,40 @@ class Admission:
         if room is None:
             return False
         self._start_at(request, num_matched_tokens)
-        plan.has_prompt = True
         return True
 
     def _match_prefix(self, request: Request) -> list[int]:
         if not self._kv.enable_prefix_caching:
             return []
-        request.block_hashes.extend(request.token_ids)
-        return self._kv.match_prefix(request.block_hashes, request.num_matchable_tokens)
+        return self._kv.match_prefix(request.known_hashes(), request.num_matchable_tokens)
 
     def _start_at(self, request: Request, num_matched_tokens: int) -> None:
         """Take the tokens found in the prefix cache for computed."""
-        request.num_computed_tokens = num_matched_tokens
-        self._costs.observe_return(
-            request.num_blocks_hoped, num_matched_tokens // self._kv.block_size
-        )
-        request.num_blocks_hoped = 0
-        request.next_commit = num_matched_tokens + self._kv.block_size
+        num_found = num_matched_tokens // self._kv.block_size
+        self._costs.observe_return(request.num_blocks_hoped, num_found)
+        request.start_at(num_matched_tokens, self._kv.block_size)
         if request.first_scheduled_time is None and self._kv.enable_prefix_caching:
-            request.num_cached_tokens = num_matched_tokens
+            request.note_cached()
             self._totals.prefix_cache_queries += request.num_tokens
             self._totals.prefix_cache_hits += num_matched_tokens
 
     def _give_row(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """A row, and the first tokens, for a request that has its blocks."""
+        is_new = request.status is RequestStatus.WAITING
         self._roster.admit(request)
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
+            request.begin(now)
             self._order.started(request)
         block_ids = self._kv.block_ids(request.request_id)
-        plan.admitted.append(
-            RowData(
-                request_id=request.request_id,
-                sampling=request.sampling,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                block_ids=block_ids,
-            )
+        row = RowData(
+            request_id=request.request_id,
+            sampling=request.sampling,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_ids=block_ids,
         )
-        request.num_slots = len(block_ids) * self._kv.block_size
+        plan.admit(row, is_new=is_new)
+        request.cover(len(block_ids) * self._kv.block_size)
         plan.keep_for(request, plan.tokens_left)
         plan.place_prompt(request)
 

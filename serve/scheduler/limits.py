@@ -1,18 +1,16 @@
-"""What the scheduler may do in a step, and which requests it can take at all."""
+"""What the scheduler may do in a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
-
-from serve.errors import InvalidRequest, PromptTooLong
-from serve.messages import AddRequest
 
 VictimPolicy = Literal["last-admitted", "least-progress", "most-blocks", "cheapest"]
 """Which of the least urgent running requests makes room."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: `max_share` is kept
 class SchedulerLimits:
     """Resolved limits; `config.SchedulerConfig` says what each means to an operator.
 
@@ -49,7 +47,7 @@ class SchedulerLimits:
                 f"max_model_len is {self.max_model_len}"
             )
 
-    @property
+    @cached_property
     def max_share(self) -> int:
         """Most tokens one request gets in a step; prompts above it are long.
 
@@ -73,26 +71,3 @@ def within(count: int, limit: int | None) -> bool:
 def kv_tokens_at_most(num_prompt_tokens: int, max_tokens: int) -> int:
     """Tokens whose KV a request may need: all but the last one it may produce."""
     return num_prompt_tokens + max(0, max_tokens - 1)
-
-
-def check_fits(message: AddRequest, limits: SchedulerLimits, pool_tokens: int) -> None:
-    """Refuse a request that could never finish, even alone.
-
-    Raises PromptTooLong naming the limit, InvalidRequest for an empty prompt. The front normally
-    refuses first, with the same limits; this is what keeps the queue from blocking for ever.
-    """
-    prompt, wanted = len(message.prompt_token_ids), message.sampling.max_tokens
-    assert wanted is not None, f"max_tokens of {message.request_id} was not resolved"
-    if prompt == 0:
-        raise InvalidRequest("the prompt has no tokens.", param="prompt")
-    sent = f"the prompt has {prompt} tokens and max_tokens is {wanted}"
-    if prompt + wanted > limits.max_model_len:
-        raise PromptTooLong(
-            f"{sent}, together more than the {limits.max_model_len} tokens of context. "
-            f"Shorten the prompt, lower max_tokens or raise --max-model-len."
-        )
-    if kv_tokens_at_most(prompt, wanted) > pool_tokens:
-        raise PromptTooLong(
-            f"{sent}, but the KV cache holds {pool_tokens} tokens in all. "
-            f"Shorten the prompt, lower max_tokens or give the server a larger KV pool."
-        )

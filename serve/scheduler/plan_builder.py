@@ -1,30 +1,34 @@
-"""Collects the plan of one step while the scheduler makes its passes."""
+"""A step's plan: collected while the scheduler makes its passes, then out until it comes back."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from serve.kv_cache.block_copy import BlockCopy
 from serve.scheduler.limits import SchedulerLimits, within
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
-from serve.scheduler.passing import kept_for_begun
-from serve.scheduler.request import Request
+from serve.scheduler.policy.passing import kept_for_begun
+from serve.scheduler.request import Request, advance_decodes
 
 
 class PlanBuilder:
     """What has been put into this step so far, and the token budget that is left.
 
     `number` counts launched steps from 1. A request is partial when this step leaves some of its
-    known tokens for later, long when it has more of them than its share of a step.
+    known tokens for later, long when it has more of them than its share of a step. Assigned only
+    in this file.
     """
 
     __slots__ = (
+        "_any_started",
         "_budget",
         "_num_kept",
         "admitted",
         "begun",
-        "has_prompt",
         "limits",
         "max_share",
         "num_long_partial",
@@ -56,7 +60,7 @@ class PlanBuilder:
         self.preempted: list[Request] = []
         self.swap_out: list[BlockCopy] = []
         self.swap_in: list[BlockCopy] = []
-        self.has_prompt = False  # whether a waiting request was begun
+        self._any_started = False  # whether a waiting request was begun
         self.begun: Request | None = None  # a long prompt that others may pass; it is placed last
         self._num_kept = 0  # tokens for it that are not in `tokens_left`
 
@@ -65,28 +69,33 @@ class PlanBuilder:
         """Tokens put in so far."""
         return self._budget - self.tokens_left
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether this is more than decodes and requests brought back."""
+        return self._any_started or self.num_tokens > len(self.scheduled)
+
+    def admit(self, row: RowData, *, is_new: bool) -> None:
+        """Put in a row for a request that has its blocks: a new one, or one brought back."""
+        self.admitted.append(row)
+        self._any_started = self._any_started or is_new
+
+    def bring_back(self, copies: list[BlockCopy]) -> None:
+        """Put in the host → device copies of a request that was swapped out."""
+        self.swap_in += copies
+
+    def preempt(self, victim: Request, copies: Sequence[BlockCopy] = ()) -> None:
+        """Take a victim's row; `copies` save its KV to the host."""
+        self.released.append(victim.request_id)
+        self.preempted.append(victim)
+        self.swap_out += copies
+
     def place(self, request: Request, num_tokens: int, new_block_ids: list[int]) -> None:
         """Put in a request's next tokens; they count as computed from here on."""
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        samples = end == request.num_tokens and end < request.max_num_tokens
-        self.scheduled.append(
-            ScheduledRequest(
-                request.request_id,
-                start,
-                num_tokens,
-                request.token_ids[start:end],
-                new_block_ids,
-                samples,
-            )
-        )
+        share = request.advance(num_tokens, new_block_ids, self.number)
+        self.scheduled.append(share)
         self.requests.append(request)
         self.tokens_left -= num_tokens
-        request.num_computed_tokens = end
-        request.last_step = self.number
-        if samples:
-            request.num_tokens += 1
-        elif end < request.num_tokens:
+        if not share.samples and request.num_computed_tokens < request.num_tokens:
             self._count_partial(request, 1)
 
     def keep_for(self, request: Request, room: int) -> None:
@@ -117,34 +126,13 @@ class PlanBuilder:
 
     def place_decodes(self, requests: Sequence[Request], first: int) -> int:
         """Put in the requests from `first` on that lack one token and have a slot for it, up to one
-        that is different; returns its index.
-
-        What `place` would do, without a call for each: nearly all of a busy step is this.
-        """
-        place, note, number = self.scheduled.append, self.requests.append, self.number
-        make = tuple.__new__  # half the price of a named tuple's own
-        no_blocks: list[int] = []
-        last = min(len(requests), first + self.tokens_left)
-        index = first
-        for request in islice(requests, first, last):
-            start = request.num_computed_tokens
-            end = start + 1
-            if (
-                end != request.num_tokens
-                or end >= request.max_num_tokens
-                or end > request.num_slots
-            ):
-                break
-            known = request.token_ids[start:end]
-            share = (request.request_id, start, 1, known, no_blocks, True)
-            place(make(ScheduledRequest, share))
-            note(request)
-            request.num_computed_tokens = end
-            request.num_tokens = end + 1
-            request.last_step = number
-            index += 1
-        self.tokens_left -= index - first
-        return index
+        that is different; returns its index."""
+        shares = advance_decodes(islice(requests, first, first + self.tokens_left), self.number)
+        last = first + len(shares)
+        self.scheduled += shares
+        self.requests += requests[first:last]
+        self.tokens_left -= len(shares)
+        return last
 
     def share_of(self, num_tokens: int) -> int:
         """How many of so many tokens of a request can go into this step."""
@@ -185,3 +173,48 @@ class PlanBuilder:
             copy=[],
             num_scheduled_tokens=self.num_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A plan given out, and the requests it is about (ids may be reused, objects are not)."""
+
+    plan: SchedulerOutput
+    requests: list[Request]  # of plan.scheduled, entry by entry
+    preempted: list[Request]
+    launched_at: float
+
+
+class LaunchedSteps:
+    """Steps that are out: a FIFO. They are numbered from 1 in the order they are launched."""
+
+    def __init__(self) -> None:
+        self._steps: deque[LaunchedStep] = deque()
+        self._num_retired = 0
+        self._last_retired_at = -math.inf
+        self.last_duration_s = 0.0  # of the step retired last
+
+    @property
+    def next_number(self) -> int:
+        """Number of the step that will be launched next."""
+        return self._num_retired + len(self._steps) + 1
+
+    def names(self, request: Request) -> bool:
+        """Whether one of these steps names the request."""
+        return request.last_step > self._num_retired
+
+    def launch(self, plan: SchedulerOutput, builder: PlanBuilder, now: float) -> None:
+        """`plan`, which `builder` made, is given out."""
+        self._steps.append(LaunchedStep(plan, builder.requests, builder.preempted, now))
+
+    def retire(self, plan: SchedulerOutput, now: float) -> LaunchedStep:
+        """The oldest step, which must be that of `plan`, has come back.
+
+        It ran since its launch or, if another step was before it in the FIFO, since that one's end.
+        """
+        step = self._steps.popleft()
+        assert step.plan is plan, "steps must be retired in the order they were made"
+        self._num_retired += 1
+        self.last_duration_s = now - max(step.launched_at, self._last_retired_at)
+        self._last_retired_at = now
+        return step

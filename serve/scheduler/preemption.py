@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.manager import KVCacheManager
 from serve.scheduler.admission import Admission
 from serve.scheduler.plan_builder import PlanBuilder
@@ -46,7 +47,7 @@ class Preemption:
             self._preempt(victim, plan)
             if victim is request:
                 return None
-        request.num_slots += len(new_block_ids) * self._kv.block_size
+        request.cover(request.num_slots + len(new_block_ids) * self._kv.block_size)
         return new_block_ids
 
     def make_way_for_urgent(self, plan: PlanBuilder) -> None:
@@ -68,23 +69,22 @@ class Preemption:
     def recompute_later(self, request: Request) -> None:
         """Drop a request's KV; it waits for its turn."""
         self._kv.free(request.request_id)
-        request.num_computed_tokens = 0
+        request.drop_kv()
         self._roster.queue(request, RequestStatus.WAITING)
 
     def _preempt(self, victim: Request, plan: PlanBuilder) -> None:
-        plan.released.append(victim.request_id)
-        plan.preempted.append(victim)
-        victim.num_preemptions += 1
-        victim.owes_times = True
         mode = self._victims.mode(victim, plan.limits)
         self._totals.preemptions[mode] += 1
         free_before, num_tokens = self._kv.num_blocks_free, victim.num_computed_tokens
         if mode is PreemptionMode.SWAP:
-            self._swap_out(victim, plan)
+            victim.preempted()
+            plan.preempt(victim, self._swap_out(victim))
         else:
             self._totals.tokens_to_recompute += num_tokens
-            victim.num_blocks_hoped, _ = self._kv.num_findable(victim.request_id)
+            num_findable, _ = self._kv.num_findable(victim.request_id)
+            victim.preempted(num_blocks_hoped=num_findable)
             self.recompute_later(victim)
+            plan.preempt(victim)
         logger.info(
             "preempted %s by %s: %d computed tokens, %d → %d free blocks, its preemption no. %d",
             victim.label,
@@ -95,9 +95,9 @@ class Preemption:
             victim.num_preemptions,
         )
 
-    def _swap_out(self, victim: Request, plan: PlanBuilder) -> None:
+    def _swap_out(self, victim: Request) -> list[BlockCopy]:
         copies = self._kv.swap_out(victim.request_id, victim.num_computed_tokens)
         assert copies is not None, "a victim is swapped only when the host has room"
-        plan.swap_out += copies
         self._totals.blocks_swapped += len(copies)
         self._roster.queue(victim, RequestStatus.SWAPPED)
+        return copies

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from serve.kv_cache.prefix_index import BlockHashes
-from serve.messages import AddRequest, FinishReason, RequestTimes, Told
+from serve.messages import AddRequest, FinishReason, RequestTimes, TokenLogprobs, Told
 from serve.sampling_params import SamplingParams
 from serve.scheduler.limits import kv_tokens_at_most
+from serve.scheduler.output import ScheduledRequest
 
 Order = tuple[int, float, int]
 """(level, virtual start, arrival number): a place in the order of service (service_order.py)."""
@@ -28,7 +30,8 @@ class RequestStatus(Enum):
 class Request:
     """`priority` (lower is more urgent) says who may displace whom; 0 but for the priority policy.
 
-    Made and changed only by Scheduler and its parts, `PlanBuilder.place` and `progress`.
+    Assigned only in this file: the parts of Scheduler say what happens to it by calling a method,
+    and `advance_decodes` is the loop of a busy step.
 
     `num_tokens` counts the tokens in `token_ids` and those that launched steps will sample;
     `num_computed_tokens` those whose KV exists once every launched step has run.
@@ -97,6 +100,11 @@ class Request:
             return self.num_prompt_logprobs_sent
         return self.num_tokens - 1
 
+    def known_hashes(self) -> BlockHashes:
+        """Those of all full blocks of known tokens."""
+        self.block_hashes.extend(self.token_ids)
+        return self.block_hashes
+
     def times(self, finished_time: float) -> RequestTimes:
         """Its history, as the front is told at the end."""
         return RequestTimes(
@@ -106,6 +114,134 @@ class Request:
             finished_time,
             self.num_preemptions,
         )
+
+    # ------------------------------------------------------------------ its blocks and its place
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Another place in the roster."""
+        self.status = status
+
+    def finish(self, reason: FinishReason) -> None:
+        """It is over."""
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+
+    def start_at(self, num_matched: int, block_size: int) -> None:
+        """It has a table whose first `num_matched` tokens were found in the prefix cache: they
+        count as computed."""
+        self.num_computed_tokens = num_matched
+        self.num_blocks_hoped = 0
+        self.next_commit = num_matched + block_size
+
+    def note_cached(self) -> None:
+        """What it starts with was cached; told once, when it first runs."""
+        self.num_cached_tokens = self.num_computed_tokens
+
+    def begin(self, now: float) -> None:
+        """It has its first step."""
+        self.first_scheduled_time = now
+
+    def cover(self, num_slots: int) -> None:
+        """Its device blocks cover so many positions."""
+        self.num_slots = num_slots
+
+    def committed(self, num_tokens: int, block_size: int) -> None:
+        """The full blocks among so many computed tokens have been offered to others."""
+        self.next_commit = (num_tokens // block_size + 1) * block_size
+
+    def preempted(self, num_blocks_hoped: int = 0) -> None:
+        """Its row was taken; so many of its blocks may still be in the prefix cache later."""
+        self.num_preemptions += 1
+        self.num_blocks_hoped = num_blocks_hoped
+        self.owes_times = True
+
+    def drop_kv(self) -> None:
+        """Nothing of it is computed any more."""
+        self.num_computed_tokens = 0
+
+    # ------------------------------------------------------------------ its tokens
+
+    def advance(self, num_tokens: int, new_block_ids: list[int], step: int) -> ScheduledRequest:
+        """Its share of a step, whose tokens count as computed from here on."""
+        start = self.num_computed_tokens
+        end = start + num_tokens
+        samples = end == self.num_tokens and end < self.max_num_tokens
+        self.num_computed_tokens = end
+        self.num_tokens += samples
+        self.last_step = step
+        known = self.token_ids[start:end]
+        return ScheduledRequest(self.request_id, start, num_tokens, known, new_block_ids, samples)
+
+    def append(self, sampled: list[int]) -> FinishReason | None:
+        """Sampled tokens are known, up to one that ends the request; returns why it ended.
+
+        A stop token within the first `min_tokens` does not count. One at the last allowed position
+        is still a stop. The context's end needs no test: nothing is admitted that could pass it.
+        """
+        token_ids, stop_token_ids = self.token_ids, self.stop_token_ids
+        for token_id in sampled:
+            token_ids.append(token_id)
+            if token_id in stop_token_ids:
+                num_generated = len(token_ids) - self.num_prompt_tokens
+                if num_generated > self.sampling.min_tokens:
+                    return FinishReason.STOP
+            if len(token_ids) >= self.max_num_tokens:
+                return FinishReason.LENGTH
+        return None
+
+    # ------------------------------------------------------------------ what the front was told
+
+    def sampled_at(self, now: float) -> None:
+        """A token of it is known; the front is told when the first one was."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+            self.owes_times = True
+
+    def take_times(self, now: float) -> RequestTimes:
+        """Its history so far, which is told now."""
+        self.owes_times = False
+        return self.times(now)
+
+    def count_prompt_tokens(self, end: int) -> int:
+        """Of a prompt computed up to `end`, the tokens that were not counted before; now they
+        are."""
+        new = max(0, min(end, self.num_prompt_tokens) - self.num_prompt_tokens_counted)
+        self.num_prompt_tokens_counted += new
+        return new
+
+    def take_prompt_logprobs(
+        self, start: int, scored: list[TokenLogprobs] | None
+    ) -> list[TokenLogprobs] | None:
+        """Of those scored in a share that starts at `start`, the ones that were not told before: a
+        recomputed prompt is scored twice."""
+        if scored is None:
+            return None
+        # scored[0] belongs to prompt position start + 1.
+        new = scored[max(0, self.num_prompt_logprobs_sent - start) :]
+        self.num_prompt_logprobs_sent += len(new)
+        return new or None
+
+
+def advance_decodes(requests: Iterable[Request], step: int) -> list[ScheduledRequest]:
+    """Shares of those that lack one token and have a slot for it, up to one that is different.
+
+    What `Request.advance` would do, without a call for each: nearly all of a busy step is this.
+    """
+    shares: list[ScheduledRequest] = []
+    place, make = shares.append, tuple.__new__  # half the price of a named tuple's own
+    no_blocks: list[int] = []
+    for request in requests:
+        start = request.num_computed_tokens
+        end = start + 1
+        if end != request.num_tokens or end >= request.max_num_tokens or end > request.num_slots:
+            break
+        known = request.token_ids[start:end]
+        share = (request.request_id, start, 1, known, no_blocks, True)
+        place(make(ScheduledRequest, share))
+        request.num_computed_tokens = end
+        request.num_tokens = end + 1
+        request.last_step = step
+    return shares
 
 
 def make_request(

@@ -31,6 +31,10 @@ class Roster:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
+    def any_queued(self) -> bool:
+        """Whether somebody is without a row."""
+        return len(self.requests) > len(self.running)
+
     def next_in_line(self, *, may_start_long: bool) -> Request | None:
         """Swapped-out requests go first, except before more urgent ones. Nobody overtakes.
 
@@ -64,13 +68,13 @@ class Roster:
     def admit(self, request: Request) -> None:
         """A queued request runs, in its place in the order."""
         self._leave(request)
-        request.status = RequestStatus.RUNNING
+        request.move_to(RequestStatus.RUNNING)
         insort(self.running, request, key=attrgetter("order"))
 
     def queue(self, request: Request, status: RequestStatus) -> None:
         """A running or swapped-out request is WAITING or SWAPPED from now on."""
         self._leave(request)
-        request.status = status
+        request.move_to(status)
         queue = self.waiting if status is RequestStatus.WAITING else self.swapped
         queue.push(request)
 
@@ -81,8 +85,7 @@ class Roster:
             self._any_ended = True
         else:
             self._leave(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
+        request.finish(reason)
         del self.requests[request.request_id]
 
     def drop_ended(self) -> None:

@@ -13,18 +13,14 @@ from collections.abc import Callable, Iterable
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
 from serve.scheduler.admission import Admission
-from serve.scheduler.back_pressure import BackPressure
-from serve.scheduler.deadlines import Deadlines
-from serve.scheduler.drain_rate import DrainRate
-from serve.scheduler.launched import LaunchedSteps
-from serve.scheduler.limits import SchedulerLimits, check_fits
+from serve.scheduler.door import BackPressure, Deadlines, DrainRate, check_fits
+from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import SchedulerOutput, StepResult
-from serve.scheduler.plan_builder import PlanBuilder
+from serve.scheduler.plan_builder import LaunchedSteps, PlanBuilder
 from serve.scheduler.policy.headroom import Headroom
-from serve.scheduler.policy.prefill_delay import PrefillDelay
+from serve.scheduler.policy.pacing import PrefillDelay, TokenBudget
 from serve.scheduler.policy.service_order import ServiceOrder
 from serve.scheduler.policy.step_costs import StepCosts
-from serve.scheduler.policy.token_budget import TokenBudget
 from serve.scheduler.policy.victims import Victims
 from serve.scheduler.preemption import Preemption
 from serve.scheduler.request import Request, make_request
@@ -57,8 +53,7 @@ class Scheduler:
         self._totals = Totals()
         self._order = ServiceOrder(limits)
         self._costs = StepCosts()
-        self._delay = PrefillDelay(limits.delay_factor)
-        self._budget = TokenBudget(self._costs, limits)
+        self._set_pace(limits)
         self._rate = DrainRate()
         self._back_pressure = BackPressure(limits, self._rate)
         self._deadlines = Deadlines(limits.max_queue_time_s)
@@ -102,27 +97,11 @@ class Scheduler:
     def expire(self) -> list[TokenDelta]:
         """End requests that have waited too long for their first step, and pins of old."""
         now = self.clock()
-        self.kv.prefixes.unpin_expired(now)
-        expired = self._deadlines.take_expired(now)
-        deltas = []
-        for request in expired:
-            is_own = self._deadlines.is_own(request)
-            limit = "its timeout" if is_own else "the server's --max-queue-time"
-            retry_after_s = (
-                None if is_own else self._back_pressure.retry_after_s(self.num_queued, now)
-            )
-            self._end(request, FinishReason.TIMEOUT)
-            deltas.append(
-                TokenDelta(
-                    request.request_id,
-                    [],
-                    finish_reason=FinishReason.TIMEOUT,
-                    error=f"the request waited {now - request.arrival_time:.1f} s for its first "
-                    f"step, longer than {limit} allows.",
-                    times=request.times(now),
-                    retry_after_s=retry_after_s,
-                )
-            )
+        if self.kv.prefixes.pins.by_id:
+            self.kv.prefixes.unpin_expired(now)
+        if not self._deadlines.entries:
+            return []
+        deltas = [self._time_out(request, now) for request in self._deadlines.take_expired(now)]
         self._deadlines.sweep(len(self.roster.waiting))
         return deltas
 
@@ -139,8 +118,7 @@ class Scheduler:
         deadline that a request has keeps holding."""
         self.limits = limits
         self.roster.waiting.set_long_above(limits.max_share)
-        self._delay = PrefillDelay(limits.delay_factor)
-        self._budget = TokenBudget(self._costs, limits)
+        self._set_pace(limits)
         self._order.set_limits(limits)
         self._back_pressure.set_limits(limits)
 
@@ -160,7 +138,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step's plan; empty when nothing can or need be done before another retires."""
         now = self.clock()
-        budget = self._budget.tokens(self.roster.running)
+        budget = self.limits.max_num_batched_tokens
+        if self._budget is not None:
+            budget = self._budget.tokens(self.roster.running)
         released = self.roster.take_released()
         plan = PlanBuilder(self._launched.next_number, self.limits, released, budget)
         self._planner.fill(plan, self._delay, now)
@@ -177,6 +157,28 @@ class Scheduler:
     def fail(self, plan: SchedulerOutput, reason: str) -> list[TokenDelta]:
         """End the requests of a step that raised; nothing it should have written is used again."""
         return self._results.fail(plan, reason, self.clock())
+
+    def _set_pace(self, limits: SchedulerLimits) -> None:
+        """What slows prompts down, where it was asked for."""
+        self._delay = PrefillDelay(limits.delay_factor) if limits.delay_factor else None
+        has_target = limits.target_itl_s is not None
+        self._budget = TokenBudget(self._costs, limits) if has_target else None
+
+    def _time_out(self, request: Request, now: float) -> TokenDelta:
+        """End a request that has waited too long; what its sender is told."""
+        is_own = self._deadlines.is_own(request)
+        limit = "its timeout" if is_own else "the server's --max-queue-time"
+        retry_after_s = None if is_own else self._back_pressure.retry_after_s(self.num_queued, now)
+        self._end(request, FinishReason.TIMEOUT)
+        return TokenDelta(
+            request.request_id,
+            [],
+            finish_reason=FinishReason.TIMEOUT,
+            error=f"the request waited {now - request.arrival_time:.1f} s for its first step, "
+            f"longer than {limit} allows.",
+            times=request.times(now),
+            retry_after_s=retry_after_s,
+        )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Free all of a request's blocks. Callers then `roster.drop_ended`."""

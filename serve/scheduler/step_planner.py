@@ -7,7 +7,7 @@ from operator import attrgetter
 from serve.scheduler.admission import Admission
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.policy.headroom import Headroom
-from serve.scheduler.policy.prefill_delay import PrefillDelay
+from serve.scheduler.policy.pacing import PrefillDelay
 from serve.scheduler.preemption import Preemption
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
@@ -28,51 +28,61 @@ class StepPlanner:
         self._preemption = preemption
         self._headroom = headroom
 
-    def fill(self, plan: PlanBuilder, delay: PrefillDelay, now: float) -> None:
+    def fill(self, plan: PlanBuilder, delay: PrefillDelay | None, now: float) -> None:
         """Put into the plan what belongs there; rows and blocks are taken and given as it is."""
-        delay.begin_step(now)
-        may_start = delay.allows(
-            now, self._roster.waiting.earliest_arrival(), len(self._roster.running)
-        )
+        may_start = delay is None or self._may_start(delay, now)
         if plan.limits.policy == "priority" and may_start:
             self._preemption.make_way_for_urgent(plan)
         if plan.limits.step_order == "prefill-first" and not plan.preempted:
             self._continue_prompts(plan)
-            self._admission.admit_queued(plan, now, may_start)
+            self._admit_queued(plan, now, may_start)
             plan.place_begun()
         if not plan.scheduled:
             self._continue_running(plan)
         if not plan.preempted:  # what was just evicted must not come back in the same step
-            self._admission.admit_queued(plan, now, may_start)
+            self._admit_queued(plan, now, may_start)
         plan.place_begun()
-        delay.end_step(plan.has_prompt or plan.num_tokens > len(plan.scheduled))
+        if delay is not None:
+            delay.end_step(plan.has_prompt)
         self._headroom.note_step(preempted=bool(plan.preempted))
+
+    def _may_start(self, delay: PrefillDelay, now: float) -> bool:
+        """Whether the delay lets waiting requests begin in this step."""
+        delay.begin_step(now)
+        earliest = self._roster.waiting.earliest_arrival()
+        return delay.allows(now, earliest, len(self._roster.running))
+
+    def _admit_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
+        if self._roster.any_queued():
+            self._admission.admit_queued(plan, now, may_start)
 
     def _continue_prompts(self, plan: PlanBuilder) -> None:
         """Of those that run, the ones that were begun and not finished; they have their blocks."""
         prompts = [r for r in self._roster.running if r.num_uncomputed_tokens > 1]
-        self._place_prompts(prompts, plan.tokens_left, plan)
+        if prompts:
+            self._place_prompts(prompts, plan.tokens_left, plan)
 
     def _continue_running(self, plan: PlanBuilder) -> None:
         """Decodes, and then the prompts that were begun, in what is left of the step."""
         running = self._roster.running  # preemption shortens it at the far end only
         prompts: list[Request] = []
-        room = index = 0
-        while (index := plan.place_decodes(running, index)) < len(running) and plan.tokens_left:
+        room = 0
+        index = plan.place_decodes(running, 0)
+        while index < len(running) and plan.tokens_left:  # this one is no plain decode
             request = running[index]
-            index += 1
             if request.num_uncomputed_tokens > 1:
                 room = room or plan.tokens_left  # what the decodes before the first prompt leave
                 prompts.append(request)
             elif request.num_uncomputed_tokens and not self._continue_decode(request, plan):
                 break
+            index = plan.place_decodes(running, index + 1)
         if plan.preempted:
             prompts = [r for r in prompts if r.status is RequestStatus.RUNNING]
-        self._place_prompts(prompts, room, plan)
+        if prompts:
+            self._place_prompts(prompts, room, plan)
 
     def _place_prompts(self, prompts: list[Request], room: int, plan: PlanBuilder) -> None:
-        if prompts:
-            plan.keep_for(max(prompts, key=attrgetter("num_uncomputed_tokens")), room)
+        plan.keep_for(max(prompts, key=attrgetter("num_uncomputed_tokens")), room)
         for request in prompts:
             plan.place_prompt(request)
 

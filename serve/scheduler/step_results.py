@@ -1,4 +1,4 @@
-"""Taking in what a step sampled, or that it failed."""
+"""Taking in what a step sampled, or that it failed: what each request in it gained, or its end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import FinishReason, TokenDelta
-from serve.scheduler.launched import LaunchedSteps
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput, StepResult
+from serve.scheduler.plan_builder import LaunchedSteps
 from serve.scheduler.policy.step_costs import StepCosts
 from serve.scheduler.preemption import Preemption
-from serve.scheduler.progress import count_prompt_tokens, describe_gain
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.roster import Roster
-from serve.scheduler.stopping import append_until_end
 from serve.scheduler.totals import Totals
 
 FINISHED = RequestStatus.FINISHED
@@ -56,18 +54,18 @@ class StepResults:
                 continue
             request_id, start, num_tokens, _, _, samples = entry
             if start < request.num_prompt_tokens:
-                self._totals.prompt_tokens += count_prompt_tokens(entry, request)
+                self._totals.prompt_tokens += request.count_prompt_tokens(start + num_tokens)
             if start + num_tokens >= request.next_commit:
                 self._commit(entry, request)
             reason = None
             if samples:
                 token_ids = result.token_ids[request_id]
-                reason = append_until_end(request, token_ids)
+                reason = request.append(token_ids)
                 if reason is None and not (tells_logprobs or request.owes_times):
                     tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
                     num_generated += len(token_ids)
                     continue  # nearly all of a busy step is this
-            delta = describe_gain(entry, request, result, reason, now)
+            delta = take_gain(entry, request, result, reason, now)
             if delta is not None:
                 deltas.append(delta)
                 num_generated += len(delta.token_ids)
@@ -101,14 +99,49 @@ class StepResults:
     def _commit(self, entry: ScheduledRequest, request: Request) -> None:
         """Blocks that this step has filled may be found by others from now on."""
         computed = entry.start + entry.num_tokens
-        request.next_commit = (computed // self._kv.block_size + 1) * self._kv.block_size
+        request.committed(computed, self._kv.block_size)
         if self._kv.enable_prefix_caching and request.status is RequestStatus.RUNNING:
-            request.block_hashes.extend(request.token_ids)
-            self._kv.commit(request.request_id, request.block_hashes, computed)
+            self._kv.commit(request.request_id, request.known_hashes(), computed)
 
     def _lost_its_copy(self, victim: Request) -> bool:
         """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
-        if victim.status is RequestStatus.SWAPPED and not self._launched.name(victim):
+        if victim.status is RequestStatus.SWAPPED and not self._launched.names(victim):
             self._preemption.recompute_later(victim)
             return False
         return victim.status is not RequestStatus.WAITING
+
+
+def take_gain(
+    entry: ScheduledRequest,
+    request: Request,
+    result: StepResult,
+    reason: FinishReason | None,
+    now: float,
+) -> TokenDelta | None:
+    """What a request gained, its tokens being appended, and which counts as told from now on; None
+    when there is nothing to tell.
+
+    `reason` is what appending them said. A delta with a `finish_reason` is the last one: the caller
+    ends the request.
+    """
+    token_ids: list[int] = []
+    if entry.samples:
+        num_appended = len(request.token_ids) - entry.start - entry.num_tokens
+        token_ids = result.token_ids[entry.request_id][:num_appended]
+        request.sampled_at(now)
+    elif entry.start + entry.num_tokens == request.max_num_tokens:
+        reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
+    scored = result.prompt_logprobs.get(entry.request_id)
+    prompt_logprobs = request.take_prompt_logprobs(entry.start, scored)
+    if not (token_ids or reason or prompt_logprobs):
+        return None
+    logprobs = result.logprobs.get(entry.request_id)
+    return TokenDelta(
+        entry.request_id,
+        token_ids,
+        logprobs=None if logprobs is None else logprobs[: len(token_ids)],
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=reason,
+        times=request.take_times(now) if request.owes_times or reason is not None else None,
+        num_cached_tokens=request.num_cached_tokens,
+    )

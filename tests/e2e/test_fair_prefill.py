@@ -8,7 +8,7 @@ import pytest
 
 from serve.engine.core import EngineCore
 from serve.messages import AddRequest, Control, FromEngine
-from serve.scheduler.passing import TIMES_SHORTER
+from serve.scheduler.policy.passing import TIMES_SHORTER
 from tests.e2e.shared_model import Engine, SharedModel, greedy
 from tests.tiny_models import random_tokens, save_model
 

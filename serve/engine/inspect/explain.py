@@ -19,7 +19,7 @@ from serve.engine.inspect.settings import all_settings
 from serve.engine.inspect.step_log import EndedRequest, StepLog
 from serve.engine.public_ids import answer_ids, answer_of
 from serve.messages import RequestTimes
-from serve.scheduler.passing import most_that_passes
+from serve.scheduler.policy.passing import most_that_passes
 from serve.scheduler.request import Request, RequestStatus
 from serve.scheduler.scheduler import Scheduler
 

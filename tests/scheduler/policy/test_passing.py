@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from serve.scheduler.output import StepResult
-from serve.scheduler.passing import TIMES_SHORTER
+from serve.scheduler.policy.passing import TIMES_SHORTER
 from serve.scheduler.scheduler import Scheduler
 from tests.fair_prefill import LongPrefill, check_prefill_is_fair
 from tests.scheduler.driver import make_scheduler, run_until_done, shares, step

@@ -1,4 +1,5 @@
-"""The step's token budget follows measured step times; prompts may come before decodes."""
+"""The step's token budget follows measured step times; the delay factor holds prompts back, and
+only while something runs; prompts may come before decodes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from serve.config import SchedulerConfig
 from serve.errors import ConfigError
 from serve.messages import TokenDelta
 from serve.scheduler.output import SchedulerOutput, StepResult
-from serve.scheduler.policy.token_budget import MIN_PREFILL_TOKENS
+from serve.scheduler.policy.pacing import MIN_PREFILL_TOKENS, PrefillDelay
 from serve.scheduler.scheduler import Scheduler
 from tests.fakes import FakeClock
 from tests.scheduler.driver import make_scheduler, run_until_done, shares, step
@@ -118,3 +119,35 @@ def test_prefill_first_finishes_everything_in_a_tight_pool() -> None:
 def test_a_target_needs_chunked_prefill() -> None:
     with pytest.raises(ConfigError, match="--target-itl-ms needs chunked prefill"):
         SchedulerConfig(target_itl_ms=50.0, enable_chunked_prefill=False)
+
+
+def after_prompt_step(factor: float, took: float) -> PrefillDelay:
+    delay = PrefillDelay(factor)
+    delay.begin_step(10.0)
+    delay.end_step(has_prompt=True)
+    delay.begin_step(10.0 + took)
+    delay.end_step(has_prompt=False)
+    return delay
+
+
+def test_the_oldest_waits_longer_than_the_factor_times_the_last_prompt_step() -> None:
+    delay = after_prompt_step(factor=2.0, took=0.5)
+    assert not delay.allows(21.0, earliest_arrival=20.0, num_running=1)
+    assert delay.allows(21.1, earliest_arrival=20.0, num_running=1)
+
+
+def test_decode_steps_do_not_change_what_was_measured() -> None:
+    delay = after_prompt_step(factor=2.0, took=0.5)
+    for now in (11.0, 15.0, 30.0):
+        delay.begin_step(now)
+        delay.end_step(has_prompt=False)
+    assert not delay.allows(31.0, earliest_arrival=30.0, num_running=1)
+
+
+def test_an_idle_engine_and_a_factor_of_zero_never_wait() -> None:
+    assert after_prompt_step(9.0, 9.0).allows(20.0, earliest_arrival=20.0, num_running=0)
+    assert after_prompt_step(0.0, 9.0).allows(20.0, earliest_arrival=20.0, num_running=5)
+
+
+def test_nothing_is_held_back_before_the_first_prompt_step() -> None:
+    assert PrefillDelay(5.0).allows(20.1, earliest_arrival=20.0, num_running=1)
