@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from serve.engine.health_probe import PROBE_ID
+from serve.engine.health import PROBE_ID
 from serve.messages import FromEngine, StepOutputs, ToEngine, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult

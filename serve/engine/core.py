@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.engine.health_probe import answers
+from serve.engine.health import Supervisor
 from serve.engine.inspect.controls import Controls
 from serve.engine.inspect.step_log import OpenStep, StepLog
 from serve.engine.inspect.trace import TraceFile
 from serve.engine.prefix_file import PrefixFile
-from serve.errors import EngineDead, OutOfMemory, QueueFull, RequestError
+from serve.errors import OutOfMemory, QueueFull, RequestError
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -30,10 +30,6 @@ from serve.scheduler.scheduler import Scheduler
 from serve.worker.executor import Executor, PendingTokens
 
 logger = logging.getLogger(__name__)
-
-MAX_FAILURES_IN_A_ROW = 3
-"""Steps that may fail with none succeeding in between. After that the executor is given a step that
-is nobody's: it counts as broken if that fails, too; else the fault was in the requests."""
 
 INTERNAL_ERROR = "internal error; see the server's log."
 NO_MEMORY = "the server had no memory for a step; see its log."
@@ -96,7 +92,7 @@ class EngineCore:
         self._refused: list[TokenDelta] = []
         self._stopping = False
         self._stopped = False
-        self._failures_in_a_row = 0
+        self._supervisor = Supervisor(scheduler, executor)
         self._last_stats: EngineStats | None = None
 
     def run(self) -> None:
@@ -105,13 +101,18 @@ class EngineCore:
         `close` comes afterwards, whatever happened.
         """
         while not self._stopped:
-            for message in self.inbox.drain(block=not self.has_work()):
-                self.handle(message)
-            if not self._stopped:
-                self._send(self.step())
+            self.turn(block=not self.has_work())
             if self._stopping and not self.has_work():
                 self._stopped = True
         self.keep_prefixes()
+
+    def turn(self, *, block: bool = False) -> None:
+        """Take in what the front has sent (with `block`, once there is something), make a step and
+        tell the front of it."""
+        for message in self.inbox.drain(block):
+            self.handle(message)
+        if not self._stopped:
+            self._send(self.step())
 
     def keep_prefixes(self) -> None:
         """Write the prefix cache to its file, if it has one; at an orderly end, before `close`."""
@@ -147,23 +148,26 @@ class EngineCore:
         expired = self.scheduler.expire()
         self.log.told(expired)
         deltas, self._refused = self._refused + expired, []
-        launched = False
-        doubted = self._is_doubted()
-        if doubted and not self._in_flight:
-            self._check_health()
-            doubted = False
-        if not doubted and len(self._in_flight) < self.depth and self.scheduler.has_work():
-            began = self.scheduler.clock()
-            plan = self.scheduler.schedule()
-            if plan:
-                step = self.log.launched(plan, began)
-                self._in_flight.append((plan, self._launch(plan), step))
-                launched = bool(plan.scheduled)
-            else:
-                assert self._in_flight, "requests are waiting, nothing runs, and nothing can start"
+        launched = self._launch()
         if self._in_flight and (len(self._in_flight) == self.depth or not launched):
             deltas += self._retire(*self._in_flight.popleft())
         return deltas
+
+    def _launch(self) -> bool:
+        """Give out the next step, if it may go and there is one; whether requests run in it. Raises
+        EngineDead when steps keep failing."""
+        if self._supervisor.in_doubt and not self._supervisor.may_go_on(len(self._in_flight)):
+            return False
+        if len(self._in_flight) == self.depth or not self.scheduler.has_work():
+            return False
+        began = self.scheduler.clock()
+        plan = self.scheduler.schedule()
+        if not plan:
+            assert self._in_flight, "requests are waiting, nothing runs, and nothing can start"
+            return False
+        step = self.log.launched(plan, began)
+        self._in_flight.append((plan, self._execute(plan), step))
+        return bool(plan.scheduled)
 
     def _add(self, message: AddRequest) -> None:
         if self._stopping:
@@ -188,7 +192,7 @@ class EngineCore:
             )
         )
 
-    def _launch(self, plan: SchedulerOutput) -> PendingTokens:
+    def _execute(self, plan: SchedulerOutput) -> PendingTokens:
         try:
             return self.executor.execute(plan)
         except Exception as error:  # told when its turn to retire comes, after the steps before it
@@ -204,44 +208,23 @@ class EngineCore:
             self.log.told(deltas)
             return deltas
         known = self.scheduler.clock()
-        if plan.scheduled:  # giving back rows proves nothing
-            self._failures_in_a_row = 0
+        if plan.scheduled and self._supervisor.failures_in_a_row:  # giving back rows proves nothing
+            self._supervisor.succeeded()
         deltas = self.scheduler.update(plan, result)
         self.log.retired(step, known, deltas)
         return deltas
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> list[TokenDelta]:
         """End the requests of a failed step."""
-        lacks_memory = isinstance(error, OutOfMemory)
-        if not lacks_memory:  # a smaller step may still work
-            self._failures_in_a_row += 1
-        deltas = self.scheduler.fail(plan, NO_MEMORY if lacks_memory else INTERNAL_ERROR)
+        self._supervisor.failed(error)
+        reason = NO_MEMORY if isinstance(error, OutOfMemory) else INTERNAL_ERROR
+        deltas = self.scheduler.fail(plan, reason)
         labels = {delta.request_id: self.log.live[delta.request_id].label for delta in deltas}
         logger.error("a step failed; it ends %s", ", ".join(labels.values()), exc_info=error)
         return [
             delta._replace(error=f"request {labels[delta.request_id]}: {delta.error}")
             for delta in deltas
         ]
-
-    def _is_doubted(self) -> bool:
-        """Whether the executor must prove itself. Not while live requests hold every row: then the
-        next step is theirs, and proves as much."""
-        return (
-            self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
-            and self.scheduler.rows_free_after() is not None
-        )
-
-    def _check_health(self) -> None:
-        """Raises EngineDead if the executor fails without any request's help."""
-        released = self.scheduler.rows_free_after()
-        assert released is not None
-        if not answers(self.executor, released):
-            raise EngineDead(
-                f"{self._failures_in_a_row} steps failed in a row, and one without requests; "
-                "the server's log says why."
-            )
-        logger.warning("the executor works: the failed steps were their requests' fault")
-        self._failures_in_a_row = 0
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Tell the front what happened; say nothing when neither tokens nor figures changed."""

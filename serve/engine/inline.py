@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from serve.engine.core import EngineCore, Inbox, Outbox
 from serve.errors import EngineDead
-from serve.messages import EngineDied, EngineReady, FromEngine, StepOutputs, ToEngine
+from serve.messages import EngineDied, EngineReady, FromEngine, ToEngine
 
 CoreBuilder = Callable[[Inbox, Outbox], tuple[EngineCore, EngineReady]]
 
@@ -46,7 +46,7 @@ class InlineClient:
                 return self._death
             assert self._core is not None, "start() comes first"
             if self._mail.to_engine or self._core.has_work():
-                self._step(self._core)
+                self._turn(self._core)
             else:
                 self._sent.clear()
                 await self._sent.wait()
@@ -66,16 +66,11 @@ class InlineClient:
         self._death = EngineDied("the engine was closed.")
         self._sent.set()
 
-    def _step(self, core: EngineCore) -> None:
-        for message in self._mail.drain(block=False):
-            core.handle(message)
+    def _turn(self, core: EngineCore) -> None:
         try:
-            deltas = core.step()
+            core.turn()
         except EngineDead as error:
             self._death = EngineDied(str(error))
-            return
-        scheduler = core.scheduler
-        self._mail.send(StepOutputs(deltas, scheduler.stats(), scheduler.clock()))
 
 
 class _Mail:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.engine.core import INTERNAL_ERROR, MAX_FAILURES_IN_A_ROW
+from serve.engine.core import INTERNAL_ERROR
+from serve.engine.health import MAX_FAILURES_IN_A_ROW
 from serve.errors import EngineDead
 from serve.messages import AbortRequests, AddRequest, FinishReason, Shutdown, ToEngine
 from serve.sampling_params import SamplingParams
