@@ -160,7 +160,7 @@ def hashing_s(num_blocks: int, repeats: int) -> float:
 
 def step_log_s(scheduler: Scheduler, repeats: int) -> float:
     """Seconds that the step log takes for a step in which nothing but decodes happens."""
-    log = StepLog(scheduler)
+    log = StepLog(scheduler.view())
     log.live |= scheduler.roster.requests
     seconds = []
     for _ in range(repeats * STEPS_PER_SAMPLE):

@@ -76,6 +76,8 @@ ROOM_MAY_IMPORT: dict[str, set[str]] = {
     "kernels.triton": set(),
 }
 
+INSPECT = "engine.inspect"
+
 # Third-party (or standard) modules that may be imported only in these parts or modules.
 ONLY_IN: dict[str, set[str]] = {
     "triton": {"kernels"},
@@ -199,6 +201,15 @@ def test_rooms_know_only_those_below_them() -> None:
         assert forbidden_rooms(module, tree) == set(), module
     line = ast.parse("from serve.api.openai.chat import prepare")
     assert forbidden_rooms("api.answering.choices", line) == {"api.openai"}
+
+
+def test_inspection_looks_at_the_schedulers_view_and_only_controls_change_it() -> None:
+    room = {name: uses(name, tree) for name, tree in MODULES.items() if room_of(name) == INSPECT}
+    assert [name for name, used in room.items() if used & {"scheduler.scheduler"}] == [
+        f"{INSPECT}.controls"
+    ]
+    assert not any(used & {"scheduler.roster", "scheduler.queues"} for used in room.values())
+    assert sum("scheduler.view" in used for used in room.values()) >= 3
 
 
 def test_libraries_stay_in_their_place() -> None:

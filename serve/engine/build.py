@@ -99,7 +99,7 @@ def core_over(
     depth = _depth(scheduling.async_scheduling, worker.device)
     scheduler = Scheduler(kv, limits, clock)
     path = scheduling.trace_file
-    trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler)
+    trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler.view())
     prefix_file = _prefix_file(config.cache, kv, archive)
     return EngineCore(scheduler, executor, inbox, outbox, depth, trace, prefix_file), ready
 

@@ -84,7 +84,7 @@ class EngineCore:
         self.inbox = inbox
         self.outbox = outbox
         self.depth = depth
-        self.log = StepLog(scheduler, trace)
+        self.log = StepLog(scheduler.view(), trace)
         self._trace = trace
         self._prefix_file = prefix_file
         self._controls = Controls(scheduler, self.log)
@@ -146,7 +146,8 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Launch at most one step and retire at most one; returns what requests gained."""
         expired = self.scheduler.expire()
-        self.log.told(expired)
+        if expired:
+            self.log.told(expired)
         deltas, self._refused = self._refused + expired, []
         launched = self._launch()
         if self._in_flight and (len(self._in_flight) == self.depth or not launched):

@@ -171,7 +171,7 @@ class PlanBuilder:
             swap_out=self.swap_out,
             swap_in=self.swap_in,
             copy=[],
-            num_scheduled_tokens=self.num_tokens,
+            num_scheduled_tokens=self._budget - self.tokens_left,
         )
 
 

@@ -31,9 +31,10 @@ class Roster:
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
-    def any_queued(self) -> bool:
-        """Whether somebody is without a row."""
-        return len(self.requests) > len(self.running)
+    @property
+    def num_queued(self) -> int:
+        """Requests without a row: those that wait, and those that are swapped out."""
+        return len(self.requests) - len(self.running)
 
     def next_in_line(self, *, may_start_long: bool) -> Request | None:
         """Swapped-out requests go first, except before more urgent ones. Nobody overtakes.

@@ -28,6 +28,7 @@ from serve.scheduler.roster import Roster
 from serve.scheduler.step_planner import StepPlanner
 from serve.scheduler.step_results import StepResults
 from serve.scheduler.totals import Totals
+from serve.scheduler.view import SchedulerView
 
 
 class Scheduler:
@@ -144,7 +145,9 @@ class Scheduler:
         released = self.roster.take_released()
         plan = PlanBuilder(self._launched.next_number, self.limits, released, budget)
         self._planner.fill(plan, self._delay, now)
-        self._rate.note_step(now, num_admitted=len(plan.admitted), num_queued=self.num_queued)
+        self._rate.note_step(
+            now, num_admitted=len(plan.admitted), num_queued=self.roster.num_queued
+        )
         output = plan.build()
         if output:
             self._launched.launch(output, plan, now)
@@ -168,7 +171,9 @@ class Scheduler:
         """End a request that has waited too long; what its sender is told."""
         is_own = self._deadlines.is_own(request)
         limit = "its timeout" if is_own else "the server's --max-queue-time"
-        retry_after_s = None if is_own else self._back_pressure.retry_after_s(self.num_queued, now)
+        retry_after_s = (
+            None if is_own else self._back_pressure.retry_after_s(self.roster.num_queued, now)
+        )
         self._end(request, FinishReason.TIMEOUT)
         return TokenDelta(
             request.request_id,
@@ -188,29 +193,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ looking in
 
-    @property
-    def num_queued(self) -> int:
-        """Requests without a row: those that wait, and those that are swapped out."""
-        return len(self.roster.requests) - len(self.roster.running)
-
-    def blocks_needed(self, request: Request) -> tuple[int, int]:
-        """Blocks that a queued request needs to be admitted, and those that must then stay free for
-        the ones that run."""
-        return self._admission.blocks_needed(request, self.limits)
-
-    def seconds_to_start(self, num_ahead: int) -> float | None:
-        """When the queued request behind so many others will be admitted, at the rate of late; None
-        while nothing is known. A refusal's Retry-After is the same for one behind them all."""
-        return self._rate.seconds_for(num_ahead + 1, self.clock())
-
-    def begun_prompt(self) -> Request | None:
-        """The longest prompt that has begun and is not finished, which much shorter ones pass."""
-        begun = [r for r in self.roster.running if r.num_uncomputed_tokens > 1]
-        return max(begun, key=lambda r: r.num_uncomputed_tokens, default=None)
-
-    def passes(self, request: Request, begun: Request) -> bool:
-        """Whether a queued request need not wait until this prompt is finished."""
-        return self.limits.fair_prefill and self._admission.passes(request, begun)
+    def view(self) -> SchedulerView:
+        """For others to look in, without changing anything."""
+        return SchedulerView(
+            self.limits, self.clock, self.kv, self.roster, self._admission, self._rate
+        )
 
     def stats(self) -> EngineStats:
         """The state now, the totals, and the sizes of steps retired since the last call."""

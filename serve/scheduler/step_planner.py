@@ -53,7 +53,7 @@ class StepPlanner:
         return delay.allows(now, earliest, len(self._roster.running))
 
     def _admit_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
-        if self._roster.any_queued():
+        if self._roster.num_queued:
             self._admission.admit_queued(plan, now, may_start)
 
     def _continue_prompts(self, plan: PlanBuilder) -> None:

@@ -67,7 +67,7 @@ def test_the_refusal_and_the_estimate_are_of_one_rate_and_idle_time_is_not_in_it
         scheduler.add(add_request(f"alone{i}", 3, 1))
         step(scheduler)
         clock.advance(60.0)
-    assert scheduler.seconds_to_start(0) is None
+    assert scheduler.view().seconds_to_start(0) is None
     for i in range(3):
         scheduler.add(add_request(f"r{i}", 3, 1))
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_the_refusal_and_the_estimate_are_of_one_rate_and_idle_time_is_not_in_it
         scheduler.add(add_request(f"r{i}", 3, 1))
     with pytest.raises(QueueFull) as refused:
         scheduler.add(add_request("refused", 3, 1))
-    assert refused.value.retry_after_s == 9.0 == scheduler.seconds_to_start(num_ahead=2)
+    assert refused.value.retry_after_s == 9.0 == scheduler.view().seconds_to_start(num_ahead=2)
     assert "Try again in 9 s" in str(refused.value)
 
 

@@ -89,7 +89,7 @@ def test_a_replay_starts_with_the_pool_and_the_limits_of_the_recording(
         max_model_len=80, preemption_mode="swap", policy="priority", target_itl_s=0.5,
         max_queue_time_s=900.0,
     )  # fmt: skip
-    TraceFile(trace, scheduler).close()
+    TraceFile(trace, scheduler.view()).close()
     with trace.open("a") as file:
         for i in range(6):
             request = {"type": "request", "arrival": 0.0, "prompt_len": 30, "output_len": 40}

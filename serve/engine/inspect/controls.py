@@ -30,11 +30,11 @@ class Controls:
     def __init__(self, scheduler: Scheduler, log: StepLog) -> None:
         self._scheduler = scheduler
         self._first_limits = scheduler.limits
-        prefixes = PrefixControls(scheduler)
+        prefixes = PrefixControls(scheduler.kv, scheduler.clock)
         self._answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-            "state": lambda args: scheduler_state(scheduler, log),
-            "requests": lambda args: explain_requests(scheduler, log, args["request_id"]),
-            "trace": lambda args: trace_lines(log, scheduler),
+            "state": lambda args: scheduler_state(scheduler.view(), log),
+            "requests": lambda args: explain_requests(scheduler.view(), log, args["request_id"]),
+            "trace": lambda args: trace_lines(log, scheduler.view()),
             "settings": lambda args: live_settings(scheduler.limits),
             "configure": self._configure,
             "pin": prefixes.pin,
@@ -88,7 +88,11 @@ class Controls:
             is_optional = type(None) in get_args(wanted)
             if value < 0 or (is_optional and value == 0) or not math.isfinite(value):
                 raise InvalidRequest(f"{name} cannot be {value}.", param=name)
-        if name == "preemption_mode" and value == "swap" and not self._scheduler.kv.num_host_blocks:
+        if (
+            name == "preemption_mode"
+            and value == "swap"
+            and not self._scheduler.view().num_host_blocks
+        ):
             raise InvalidRequest(
                 "preemption_mode cannot become swap: the server was started without swap space "
                 "(--preemption-mode auto sets it up).",

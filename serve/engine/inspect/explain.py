@@ -6,12 +6,9 @@ Times of day are ISO 8601 in UTC, and end in `_at`; spans are seconds, and end i
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from heapq import nsmallest
-from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +18,7 @@ from serve.engine.public_ids import answer_ids, answer_of
 from serve.messages import RequestTimes
 from serve.scheduler.policy.passing import most_that_passes
 from serve.scheduler.request import Request, RequestStatus
-from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.view import SchedulerView
 
 MAX_LISTED = 64
 """Requests of each kind that a state lists; their number is always told."""
@@ -32,29 +29,28 @@ RECENT_STEPS = 16
 Values = dict[str, Any]
 
 
-def scheduler_state(scheduler: Scheduler, log: StepLog) -> Values:
+def scheduler_state(view: SchedulerView, log: StepLog) -> Values:
     """Settings, queues, pools and the phases of late."""
-    roster, kv = scheduler.roster, scheduler.kv
-    in_line = attrgetter("place_in_line")
+    num_running, num_waiting, num_swapped, num_blocks_used, num_host_blocks_used = view.counts()
     return {
-        "settings": all_settings(scheduler.limits),
-        "num_running": len(roster.running),
-        "num_waiting": len(roster.waiting),
-        "num_waiting_tokens": roster.waiting.num_tokens,
-        "num_swapped": len(roster.swapped),
-        "num_blocks": kv.num_blocks,
-        "num_blocks_used": kv.num_blocks_used,
-        "num_host_blocks": kv.num_host_blocks,
-        "num_host_blocks_used": kv.num_host_blocks_used,
-        "block_size": kv.block_size,
+        "settings": all_settings(view.limits),
+        "num_running": num_running,
+        "num_waiting": num_waiting,
+        "num_waiting_tokens": view.num_waiting_tokens,
+        "num_swapped": num_swapped,
+        "num_blocks": view.num_blocks,
+        "num_blocks_used": num_blocks_used,
+        "num_host_blocks": view.num_host_blocks,
+        "num_host_blocks_used": num_host_blocks_used,
+        "block_size": view.block_size,
         "steps": _recent_steps(log),
-        "running": [_progress(r) for r in roster.running[:MAX_LISTED]],
-        "waiting": [_progress(r) for r in nsmallest(MAX_LISTED, roster.waiting, key=in_line)],
-        "swapped": [_progress(r) for r in nsmallest(MAX_LISTED, roster.swapped, key=in_line)],
+        "running": [_progress(r) for r in view.running(MAX_LISTED)],
+        "waiting": [_progress(r) for r in view.waiting(MAX_LISTED)],
+        "swapped": [_progress(r) for r in view.swapped(MAX_LISTED)],
     }
 
 
-def explain_requests(scheduler: Scheduler, log: StepLog, request_id: str) -> list[Values]:
+def explain_requests(view: SchedulerView, log: StepLog, request_id: str) -> list[Values]:
     """What becomes of a request, one entry per choice; empty when nobody knows it.
 
     `request_id` is a response's id, that of one of its choices, or the X-Request-Id it was made
@@ -66,23 +62,23 @@ def explain_requests(scheduler: Scheduler, log: StepLog, request_id: str) -> lis
     found = found or [r for r in known if answer_of(r.label) in wanted]
     live = [r for r in found if isinstance(r, Request)]
     return [
-        _live(scheduler, log, each) if isinstance(each, Request) else _ended(scheduler, each)
+        _live(view, log, each) if isinstance(each, Request) else _ended(view, each)
         for each in live or found
     ]
 
 
-def _live(scheduler: Scheduler, log: StepLog, request: Request) -> Values:
-    now = scheduler.clock()
+def _live(view: SchedulerView, log: StepLog, request: Request) -> Values:
+    now = view.clock()
     return {
         **_progress(request),
         **_history(request.times(now), now),
         "finished_at": None,
         "finish_reason": None,
-        **(_NOT_QUEUED if _is_running(request) else _queued(scheduler, log, request)),
+        **(_NOT_QUEUED if _is_running(request) else _queued(view, log, request)),
     }
 
 
-def _ended(scheduler: Scheduler, ended: EndedRequest) -> Values:
+def _ended(view: SchedulerView, ended: EndedRequest) -> Values:
     return {
         "id": ended.label,
         "status": "finished",
@@ -93,7 +89,7 @@ def _ended(scheduler: Scheduler, ended: EndedRequest) -> Values:
         "max_tokens": ended.max_tokens,
         "num_cached_tokens": ended.num_cached_tokens,
         "num_preemptions": ended.times.num_preemptions,
-        **_history(ended.times, scheduler.clock()),
+        **_history(ended.times, view.clock()),
         "finish_reason": ended.reason.value,
         **_NOT_QUEUED,
     }
@@ -143,24 +139,22 @@ _NOT_QUEUED: Values = {
 }
 
 
-def _queued(scheduler: Scheduler, log: StepLog, request: Request) -> Values:
-    begun = scheduler.begun_prompt()
-    passes = begun is not None and scheduler.passes(request, begun)
-    most = most_that_passes(begun) if begun is not None and passes else math.inf
-    ahead = scheduler.roster.num_ahead(request, most)
-    needed, kept_free = scheduler.blocks_needed(request)
+def _queued(view: SchedulerView, log: StepLog, request: Request) -> Values:
+    ahead = view.num_ahead(request)
+    needed, kept_free = view.blocks_needed(request)
     values: Values = {
         "num_ahead": ahead,
         "num_blocks_needed": needed,
         "num_blocks_kept_free": kept_free,
-        "num_blocks_free": scheduler.kv.num_blocks_free,
+        "num_blocks_free": view.num_blocks_free,
     }
-    hindrances = [*_lacking(scheduler, request, needed, kept_free)]
-    if begun is not None and not passes:
-        hindrances.append(_why_not_beside(begun, scheduler.limits.fair_prefill))
+    hindrances = [*_lacking(view, request, needed, kept_free)]
+    begun = view.prompt_in_the_way(request)
+    if begun is not None:
+        hindrances.append(_why_not_beside(begun, view.limits.fair_prefill))
     if ahead:
         hindrances.append(f"{_count(ahead, 'request')} ahead")
-    start_s = scheduler.seconds_to_start(ahead) if hindrances else _step_s(log)
+    start_s = view.seconds_to_start(ahead) if hindrances else _step_s(log)
     values["estimated_start_s"] = None if start_s is None else round(start_s, 3)
     parts = hindrances or ["it starts in one of the next steps"]
     if start_s is not None:
@@ -175,19 +169,18 @@ def _why_not_beside(begun: Request, fair_prefill: bool) -> str:
     return lacking + (passing if fair_prefill else "")
 
 
-def _lacking(scheduler: Scheduler, request: Request, needed: int, kept_free: int) -> Iterator[str]:
+def _lacking(view: SchedulerView, request: Request, needed: int, kept_free: int) -> Iterator[str]:
     """What there is too little of: "needs 12 blocks, 3 free"."""
-    kv, places = scheduler.kv, scheduler.limits.max_num_seqs
-    num_running = len(scheduler.roster.running)
+    places, num_running = view.limits.max_num_seqs, view.num_running
     if num_running >= places:
         taken = "the only place" if places == 1 else f"all {places} places"
         yield f"{taken} of --max-num-seqs {'is' if places == 1 else 'are'} taken"
-    if needed + kept_free > kv.num_blocks:
+    if needed + kept_free > view.num_blocks:
         times = _count(request.num_preemptions, "preemption")
         yield f"after {times} it comes back only alone, and {num_running} run"
-    elif needed + kept_free > kv.num_blocks_free:
+    elif needed + kept_free > view.num_blocks_free:
         also = f" and {kept_free} kept free for those that run" if kept_free else ""
-        yield f"needs {_count(needed, 'block')}{also}, {kv.num_blocks_free} free"
+        yield f"needs {_count(needed, 'block')}{also}, {view.num_blocks_free} free"
 
 
 def _count(number: int, what: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serve.errors import InvalidRequest
+from serve.kv_cache.manager import KVCacheManager
 from serve.kv_cache.pins import Pin
 from serve.kv_cache.prefix_index import BlockHashes
-from serve.scheduler.scheduler import Scheduler
 
 Values = dict[str, Any]
 
@@ -17,10 +17,10 @@ Values = dict[str, Any]
 class PrefixControls:
     """Answers by name; see `Controls`."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._kv = scheduler.kv
-        self._prefixes = scheduler.kv.prefixes
+    def __init__(self, kv: KVCacheManager, clock: Callable[[], float]) -> None:
+        self._kv = kv
+        self._prefixes = kv.prefixes
+        self._clock = clock
 
     def pin(self, args: Mapping[str, Any]) -> Values:
         """Keep the full blocks of `token_ids` (under `cache_salt`) for `ttl_s` seconds, or until
@@ -42,7 +42,7 @@ class PrefixControls:
                 "model's keys depend on a prompt's whole length. Pin a shorter one."
             )
         hashes = tuple(value for chain in chains for value in chain.values)
-        now = self._scheduler.clock()
+        now = self._clock()
         prefixes.unpin_expired(now)
         pin_id = f"pin-{hashes[-1].hex()[:24]}"
         expires_at = math.inf if ttl_s is None else now + ttl_s
@@ -58,14 +58,14 @@ class PrefixControls:
 
     def pins(self, args: Mapping[str, Any]) -> Values:
         """All pins, and what they may take together."""
-        now = self._scheduler.clock()
+        now = self._clock()
         self._prefixes.unpin_expired(now)
         pins = [self._describe(pin, now) for pin in self._prefixes.pins.by_id.values()]
         return {"pins": pins, **self._sizes()}
 
     def reset(self, args: Mapping[str, Any]) -> Values:
         """Forget every prefix that is not pinned."""
-        self._prefixes.unpin_expired(self._scheduler.clock())
+        self._prefixes.unpin_expired(self._clock())
         return {"num_blocks_forgotten": self._prefixes.forget(), **self._sizes()}
 
     def _chains(self, token_ids: list[int], num_tokens: int, salt: str) -> list[BlockHashes]:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from serve.messages import AddRequest, FinishReason, RequestTimes, TokenDelta
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput
 from serve.scheduler.request import Request, RequestStatus
-from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.view import SchedulerView
 
 NUM_KEPT = 2048
 """Steps, and ended requests, that are remembered."""
@@ -102,17 +102,12 @@ class LogSink(Protocol):
 class StepLog:
     """Changed by EngineCore only. `sink` is told everything as it happens."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        sink: LogSink | None = None,
-    ) -> None:
+    def __init__(self, view: SchedulerView, sink: LogSink | None = None) -> None:
         self.live: dict[str, Request] = {}
         self.steps: deque[StepRecord] = deque(maxlen=NUM_KEPT)
         self.ended: deque[EndedRequest] = deque(maxlen=NUM_KEPT)
-        self._clock = scheduler.clock
-        self._kv = scheduler.kv
-        self._roster = scheduler.roster
+        self._view = view
+        self._clock = view.clock
         self._sink = sink
         self._lost: dict[str, str] = {}  # preempted requests, and how they will come back
         self._num_launched = 0
@@ -122,7 +117,9 @@ class StepLog:
 
     def added(self, message: AddRequest) -> None:
         """The scheduler has queued a request."""
-        self.live[message.request_id] = self._roster.requests[message.request_id]
+        request = self._view.request(message.request_id)
+        assert request is not None, message.request_id
+        self.live[message.request_id] = request
 
     def aborted(self, request_ids: Iterable[str], reason: FinishReason) -> None:
         """The scheduler has ended these, if it had them, for the front's reason."""
@@ -132,7 +129,7 @@ class StepLog:
 
     def told(self, deltas: Sequence[TokenDelta]) -> None:
         """These deltas came out of the scheduler; some may end requests."""
-        if len(self.live) > len(self._roster.requests):
+        if len(self.live) > self._view.num_live:
             now = self._clock()
             for delta in deltas:
                 if delta.finish_reason is not None:
@@ -142,7 +139,6 @@ class StepLog:
 
     def launched(self, plan: SchedulerOutput, began: float) -> OpenStep:
         """The scheduler has made a step, which it began to plan at `began`."""
-        roster, kv = self._roster, self._kv
         num_requests = len(plan.scheduled)
         is_quiet = plan.num_scheduled_tokens == num_requests and not (
             plan.admitted or plan.released
@@ -155,11 +151,7 @@ class StepLog:
             plan.num_scheduled_tokens,
             num_requests,
             NO_CHANGES if is_quiet else self._changes(plan),
-            len(roster.running),
-            len(roster.waiting),
-            len(roster.swapped),
-            kv.num_blocks_used,
-            kv.num_host_blocks_used,
+            *self._view.counts(),
             len(plan.swap_out),
             len(plan.swap_in),
             None if self._sink is None else _context_tokens(plan),
@@ -186,7 +178,7 @@ class StepLog:
 
     def _is_queued(self, request_id: str) -> bool:
         """Whether a request whose row was released lives on: then it was preempted."""
-        request = self._roster.requests.get(request_id)
+        request = self._view.request(request_id)
         return request is not None and request.status is not RequestStatus.RUNNING
 
     def _preempted(self, request_id: str) -> Change:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from serve.engine.inspect.step_log import EndedRequest, StepLog, StepRecord
 from serve.errors import ConfigError
-from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.view import SchedulerView
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class TraceFile:
     """An open trace, after what is in its file already; a new file is for us alone. A disk that
     fills up ends the trace, not the engine."""
 
-    def __init__(self, path: Path, scheduler: Scheduler) -> None:
+    def __init__(self, path: Path, view: SchedulerView) -> None:
         """Raises ConfigError when the file cannot be written."""
         try:
             cut_short = _is_cut_short(path)
@@ -46,8 +46,8 @@ class TraceFile:
             ) from error
         if cut_short:
             self._write_text("\n")
-        self._block_size = scheduler.kv.block_size
-        self._write(engine_line(scheduler))
+        self._block_size = view.block_size
+        self._write(engine_line(view))
 
     def step(self, record: StepRecord) -> None:
         """Append a step."""
@@ -96,23 +96,22 @@ def _is_cut_short(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def trace_lines(log: StepLog, scheduler: Scheduler) -> list[Line]:
+def trace_lines(log: StepLog, view: SchedulerView) -> list[Line]:
     """Everything the log remembers; the requests without their `hash_ids`."""
     requests = [request_line(ended) for ended in log.ended]
-    return [engine_line(scheduler), *(step_line(record) for record in log.steps), *requests]
+    return [engine_line(view), *(step_line(record) for record in log.steps), *requests]
 
 
-def engine_line(scheduler: Scheduler) -> Line:
+def engine_line(view: SchedulerView) -> Line:
     """Sizes and limits, as they are now."""
-    kv = scheduler.kv
     return {
         "type": "engine",
         "version": FORMAT_VERSION,
-        "block_size": kv.block_size,
-        "num_blocks": kv.num_blocks,
-        "num_host_blocks": kv.num_host_blocks,
-        "enable_prefix_caching": kv.enable_prefix_caching,
-        "limits": asdict(scheduler.limits),
+        "block_size": view.block_size,
+        "num_blocks": view.num_blocks,
+        "num_host_blocks": view.num_host_blocks,
+        "enable_prefix_caching": view.has_prefix_cache,
+        "limits": asdict(view.limits),
     }
 
 

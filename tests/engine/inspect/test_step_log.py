@@ -27,7 +27,7 @@ from tests.strategies import Workload, add_request, build, drive, limits, random
 
 def lines_of(core: EngineCore) -> tuple[list[dict], list[dict]]:
     """Steps and requests of a core's trace."""
-    lines = trace_lines(core.log, core.scheduler)
+    lines = trace_lines(core.log, core.scheduler.view())
     return tuple([x for x in lines if x["type"] == kind] for kind in ("step", "request"))
 
 
@@ -79,7 +79,7 @@ def test_a_trace_file_is_whole_after_every_step(tmp_path: Path) -> None:
     workload = random_workload(Random(3))
     path = tmp_path / "trace.jsonl"
     run = build(workload)
-    trace = TraceFile(path, run.scheduler)
+    trace = TraceFile(path, run.scheduler.view())
     core = EngineCore(run.scheduler, run.executor, FakeInbox(), FakeOutbox(), workload.depth, trace)
     run.core = core
 
@@ -101,11 +101,11 @@ def test_a_trace_file_is_whole_after_every_step(tmp_path: Path) -> None:
 def test_sec_51_a_trace_file_is_for_us_alone_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     run, path = build(random_workload(Random(0))), tmp_path / "trace.jsonl"
     for _ in range(2):
-        TraceFile(path, run.scheduler).close()
+        TraceFile(path, run.scheduler.view()).close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with path.open("a") as file:
         file.write('{"type": "st')  # the disk was full
-    TraceFile(path, run.scheduler).close()
+    TraceFile(path, run.scheduler.view()).close()
     lines = path.read_text().splitlines()
     assert [line[:12] for line in lines] == ['{"type":"eng'] * 2 + ['{"type": "st', '{"type":"eng']
 
@@ -113,13 +113,13 @@ def test_sec_51_a_trace_file_is_for_us_alone_and_goes_on_where_it_ended(tmp_path
 def test_a_trace_file_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
     run = build(random_workload(Random(0)))
     with pytest.raises(ConfigError, match="--trace-file"):
-        TraceFile(tmp_path / "no" / "folder", run.scheduler)
+        TraceFile(tmp_path / "no" / "folder", run.scheduler.view())
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     workload = random_workload(Random(3))
     run = build(workload)
-    trace = TraceFile(Path("/dev/full"), run.scheduler)
+    trace = TraceFile(Path("/dev/full"), run.scheduler.view())
     run.core = EngineCore(run.scheduler, run.executor, FakeInbox(), FakeOutbox(), 1, trace)
     drive(run, workload.arrivals)
     run.core.close()
@@ -131,7 +131,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFi
 @given(workloads())
 def test_tracks_never_overlap_and_end_with_their_request(workload: Workload) -> None:
     run = drive(build(workload), workload.arrivals)
-    events = chrome_trace(trace_lines(run.core.log, run.scheduler))["traceEvents"]
+    events = chrome_trace(trace_lines(run.core.log, run.scheduler.view()))["traceEvents"]
     _, requests = lines_of(run.core)
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names.values()) == {r["id"] for r in requests if r["first_scheduled"] is not None}
@@ -150,7 +150,7 @@ def test_a_step_of_decodes_costs_next_to_nothing_however_many_there_are() -> Non
         kv = KVCacheManager(4 * num_requests, 256, 0)
         limit = limits(max_num_seqs=num_requests, max_num_batched_tokens=4096, max_model_len=1024)
         scheduler = Scheduler(kv, limit, time.perf_counter)
-        log = StepLog(scheduler)
+        log = StepLog(scheduler.view())
         for i in range(num_requests):
             message = add_request(f"r{i}", 2, 900)
             scheduler.add(message)
