@@ -104,6 +104,6 @@ def start_engine(
         return kernels(chosen), why
 
     mail = _NoMail()
-    with mock.patch("serve.worker.worker.select_kernels", select):
+    with mock.patch("serve.worker.startup.loading.select_kernels", select):
         core, ready = build_engine_core(config, model, mail, mail)
     return EngineLoop(core, ready)

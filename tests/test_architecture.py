@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker.startup.cache_size",
         "scheduler.output",
     },
-    "plan": {"models", "worker", "checkpoint"},
+    "plan": {"models", "worker", "checkpoint", "kernels.select"},
     "cli": {"server", "bench", "simulate", "plan", "flags", "settings_file"},
 }
 
@@ -333,6 +333,58 @@ def test_only_the_cuda_device_knows_cuda() -> None:
         if module != "worker.device.cuda_device" and part_of(module) != "kernels":
             known = [*imports(tree), *attribute_chains(tree)]
             assert not [name for name in known if name.startswith("torch.cuda")], module
+
+
+# Where it may be asked which kind of device there is; all else reads `DeviceKind`, or is given the
+# kernels that were selected. Copying a block needs to know which side of it lies in host memory,
+# and a conversion which GPUs have an instruction for it.
+KNOWS_PLATFORMS = {
+    "worker.device.find_device",
+    "worker.device.kinds",
+    "kernels.select",
+    "kernels.triton.block_copy",
+    "kernels.triton.fp8",
+}
+PLATFORMS = {"cpu", "cuda", "gpu", "hip", "mps", "xpu"}
+
+
+def platform_tests(tree: ast.Module) -> list[int]:
+    """Lines that compare something with a platform's name, or ask a tensor or class for it."""
+    return sorted({node.lineno for node in ast.walk(tree) if asks_for_platform(node)})
+
+
+def asks_for_platform(node: ast.AST) -> bool:
+    match node:
+        case ast.Compare() | ast.MatchValue():
+            named = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
+            return bool(PLATFORMS & {str(value).partition(":")[0] for value in named})
+        case ast.Attribute(attr="is_cuda" | "is_cpu"):
+            return True
+        case ast.Attribute(attr="type", value=owner):
+            return ast.unparse(owner).endswith("device")
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+            return bool({"CpuDevice", "CudaDevice"} & set(ast.unparse(kinds).split(" | ")))
+    return False
+
+
+def test_nothing_but_devices_and_kernel_selection_asks_for_the_platform() -> None:
+    found = {name: platform_tests(tree) for name, tree in MODULES.items()}
+    assert {name for name, lines in found.items() if lines} <= KNOWS_PLATFORMS, found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "depth = 2 if device == 'cuda' else 1",
+        "if name in ('cpu', 'mps'): pass",
+        "if weight.device.type != other: pass",
+        "if weight.is_cuda: pass",
+        "fast = isinstance(device, CudaDevice)",
+        "match kind:\n    case 'cuda': pass",
+    ],
+)
+def test_a_platform_test_is_seen(line: str) -> None:
+    assert platform_tests(ast.parse(line))
 
 
 def reads_environment(tree: ast.Module) -> bool:

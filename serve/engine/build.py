@@ -96,7 +96,7 @@ def core_over(
         cache_dtype=worker.cache_dtype,
         identity=worker.identity,
     )
-    depth = _depth(scheduling.async_scheduling, worker.device)
+    depth = {"auto": worker.depth, "on": 2, "off": 1}[scheduling.async_scheduling]
     scheduler = Scheduler(kv, limits, clock)
     path = scheduling.trace_file
     trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler.view())
@@ -120,11 +120,3 @@ def _max_pinned_blocks(cache: CacheConfig, worker: WorkerInfo) -> int:
     longest = num_blocks_for(worker.max_model_len, cache.block_size)
     most = int(cache.max_pinned_share * worker.num_blocks)
     return max(0, min(most, worker.num_blocks - longest))
-
-
-def _depth(async_scheduling: str, device: str) -> int:
-    """Steps that may be out at once. A CPU has run a step when its launch returns, and would only
-    compute one step too many for each request that stops."""
-    if async_scheduling == "auto":
-        return 2 if device == "cuda" else 1
-    return 2 if async_scheduling == "on" else 1

@@ -307,6 +307,7 @@ class Kernels:
     prepare_heads: PrepareHeadsFn | None = None  # None: the single operations are as fast
     fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
     sampling: SamplingKernels | None = None  # None: the sampler's own torch code
+    is_thread_invariant: bool = False  # a product's bits do not depend on torch's number of threads
     build: str = ""  # what decides their bits beside torch, the device and this package's version
     compiling: Callable[[], AbstractContextManager[None]] | None = None
     """Of kernels that are compiled at their first call, which had better come before any request:

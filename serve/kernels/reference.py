@@ -21,6 +21,7 @@ from serve.kernels.base import (
     HeadNorms,
     Kernels,
     PackedLinear,
+    PackLinearFn,
     PrepareHeadsFn,
     RmsNormFn,
     RotaryFn,
@@ -233,14 +234,17 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """A linear layer; on a CPU in fp32, with rows whose results do not depend on their number.
+    """A linear layer as torch multiplies."""
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+def pack_invariant_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """A linear layer on a CPU, in fp32, with rows whose results do not depend on their number.
 
     oneDNN's own weight layout is the faster way where its rows are invariant, and padding to whole
     row tiles the other. 16-bit products are emulated on most CPUs, so there 16-bit weights are
     widened.
     """
-    if weight.device.type != "cpu":
-        return partial(F.linear, weight=weight, bias=bias)
     weight, bias = weight.float(), None if bias is None else bias.float()
     multiply = _onednn_linear if _onednn_rows_are_invariant() else _linear_of_row_tiles
     if multiply is _onednn_linear:
@@ -279,8 +283,8 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> N
     dst.index_copy_(1, dst_ids.to(dst.device), blocks)
 
 
-def kernels() -> Kernels:
-    """The reference operations."""
+def kernels(pack: PackLinearFn = pack_invariant_linear) -> Kernels:
+    """The reference operations; on a GPU with `pack_linear`."""
     attention = ReferenceAttention()
     return Kernels(
         name="reference",
@@ -289,7 +293,7 @@ def kernels() -> Kernels:
         add_rms_norm=add_rms_norm,
         rotary=rotary,
         gated_act=gated_act,
-        pack_linear=pack_linear,
+        pack_linear=pack,
         copy_blocks=copy_blocks,
         prepare_heads=prepare_heads_by_parts(rms_norm, rotary, attention),
     )

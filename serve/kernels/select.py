@@ -88,7 +88,7 @@ def _reference(device_type: str, batch_invariant: bool) -> Kernels:
             "--batch-invariant: the reference kernels multiply matrices by torch, whose rounding "
             f"on device {device_type} depends on the batch; choose --attention-backend triton"
         )
-    return reference.kernels()
+    return reference.kernels() if device_type == "cpu" else reference.kernels(reference.pack_linear)
 
 
 def _triton(device_type: str, batch_invariant: bool) -> Kernels:

@@ -26,7 +26,10 @@ class CausalModel(Protocol):
     max_position: int  # longest context the checkpoint claims, RoPE scaling included
     cache_layers: list[LayerCache]  # one per entry of ForwardContext.kv
     attention: AttentionBackend  # whose layout the caches have
+    is_native: bool  # our decoder: it computes by the kernels it was given, and by nothing else
     needs_prompt_lens: bool  # ForwardContext.prompt_lens must be given
+    can_be_recorded: bool
+    """Nothing is computed on the host which a graph would keep from the step it was recorded in."""
     prompt_limits: Sequence[tuple[int, bool]]
     """Prompt lengths above which keys are others than up to it, and whether for each length its
     own: the KV of two prompts on different sides of one is never the same."""

@@ -19,7 +19,9 @@ from serve.models.weights.parameters import DecoderParameters, LinearParameters
 class DecoderModel:
     """A CausalModel over loaded parameters, which it packs for the device and takes over."""
 
+    is_native = True
     needs_prompt_lens: bool
+    can_be_recorded: bool
     prompt_limits: Sequence[tuple[int, bool]]
 
     def __init__(
@@ -45,6 +47,7 @@ class DecoderModel:
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers))
         self._ropes = [Rope(rope, spec.max_position, device) for rope in ropes]
         self.needs_prompt_lens = any(rope.needs_prompt_lens for rope in self._ropes)
+        self.can_be_recorded = not self.needs_prompt_lens
         self.prompt_limits = [r.prompt_limit for r in self._ropes if r.prompt_limit is not None]
         decoder = _pack_layers(spec, ropes, parameters, kernels)
         fuse = kernels.fuse_decoder

@@ -53,7 +53,9 @@ logger = logging.getLogger(__name__)
 class TransformersModel:
     """A CausalModel around a loaded transformers model."""
 
+    is_native = False
     needs_prompt_lens = False
+    can_be_recorded = False
     # Served only up to the length where angles would change: see `_max_position`.
     prompt_limits: Sequence[tuple[int, bool]] = ()
 

@@ -9,18 +9,17 @@ from pathlib import Path
 import torch
 
 from serve.config import Count, DeviceConfig, EngineConfig
+from serve.kernels.select import check_quantization
 from serve.models.weights.checkpoint import Checkpoint, open_checkpoint
 from serve.models.weights.footprint import Footprint, read_footprint
 from serve.plan.settings import PlanConfig
 from serve.worker.device import host_memory
-from serve.worker.device.cpu_device import CPU_TOKEN_BUDGET, cpu_pool_bytes
-from serve.worker.device.device import gpu_share, gpu_token_budget
 from serve.worker.device.find_device import find_device
-from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
+from serve.worker.device.kinds import CUDA, KINDS, DeviceKind
+from serve.worker.startup.cache_size import CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.startup.kv_precision import cache_dtype
-from serve.worker.worker import model_impl
+from serve.worker.startup.loading import model_impl
 
-_CUDA_CONTEXT_BYTES = int(0.6 * GIB)  # context, libraries' workspaces: what torch does not hold
 _SAMPLING_COPIES = 4  # of the logits in fp32: as computed, edited, probabilities, sorted or masked
 _UNKNOWN_HOST_BYTES = 1 << 60
 _USUAL_LENGTHS = (1024, 4096, 16_384, 65_536)
@@ -71,41 +70,34 @@ class Capacity:
 def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capacity:
     """Work it out for the model at `path`. Raises ConfigError for what the engine would refuse."""
     checkpoint = open_checkpoint(path, "dummy")
-    device = _device(config.device, options.memory)
+    device = _kind(config.device, options.memory)
     weights_dtype = _dtype(config.model.dtype, checkpoint.dtype, device)
     quantization, impl = config.model.quantization, model_impl(config)
-    footprint = read_footprint(
-        checkpoint,
-        dtype=weights_dtype,
-        device_type=device,
-        impl=impl,
-        quantization=quantization,
-        attention_backend=config.device.attention_backend,
-    )
-    by_dtype = _footprints(checkpoint, device, impl)
-    dtype = torch.float32 if device == "cpu" else weights_dtype  # as Device.compute_dtype
-    memory = options.memory or _memory_here(config.device, device)
+    check_quantization(quantization, device.name, config.device.attention_backend)
+    footprint = _footprint(checkpoint, device, weights_dtype, impl, quantization)
+    by_dtype = {
+        _name(dtype): _footprint(checkpoint, device, dtype, impl)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    dtype = device.compute_dtype(weights_dtype)
+    memory = options.memory or find_device(config.device).free_bytes()
     longest = longest_wanted(config, footprint.max_position)
-    default_budget = gpu_token_budget(memory) if device == "cuda" else CPU_TOKEN_BUDGET
-    budget = token_budget(config.scheduler, default_budget, longest)
+    budget = token_budget(config.scheduler, device.token_budget(memory), longest)
     step = _step_bytes(footprint, dtype, budget, config.scheduler.max_num_seqs)
-    context = _CUDA_CONTEXT_BYTES if device == "cuda" else 0
     share = config.cache.gpu_memory_utilization
-    usable = int(memory * gpu_share(share)) if device == "cuda" else memory
-    left = usable - footprint.weight_bytes - context - step
+    usable = device.usable_bytes(memory, share)
+    beside = footprint.weight_bytes + device.context_bytes
     block = footprint.block_bytes(config.cache.block_size, cache_dtype(config.cache, dtype))
     cache = None
-    if left >= 2 * block:
+    if usable - beside - step >= 2 * block:
         cache = size_cache(
             config,
             block_bytes=block,
             model_max_len=footprint.max_position,
-            device_free_bytes=memory - footprint.weight_bytes - context,
+            device_free_bytes=memory - beside,
             host_total_bytes=_UNKNOWN_HOST_BYTES if options.memory else host_memory.total_bytes(),
-            measure_cache_bytes=lambda: (
-                left
-                if device == "cuda"
-                else cpu_pool_bytes(memory - footprint.weight_bytes, memory, share)
+            measure_cache_bytes=lambda: device.pool_bytes(
+                memory - beside - (step if device.tries_largest_step else 0), memory, share
             ),
         )
     return Capacity(
@@ -114,12 +106,12 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
         footprint=footprint,
         weight_bytes_by_dtype={name: each.weight_bytes for name, each in by_dtype.items()},
         float32_kept=by_dtype["float32"].kept,
-        device=device,
+        device=device.name,
         dtype=quantization or _name(weights_dtype),
         memory_bytes=memory,
         usable_bytes=usable,
         step_bytes=step,
-        context_bytes=context,
+        context_bytes=device.context_bytes,
         block_size=config.cache.block_size,
         block_bytes=block,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -129,23 +121,19 @@ def plan_capacity(config: EngineConfig, options: PlanConfig, path: Path) -> Capa
     )
 
 
-def _device(config: DeviceConfig, memory: Count | None) -> str:
-    """ "cpu" or "cuda"; a size without a device means a GPU of that size."""
+def _kind(config: DeviceConfig, memory: Count | None) -> DeviceKind:
+    """A size without a device means a GPU of that size."""
     if config.device != "auto":
-        return config.device
-    return "cuda" if memory is not None else find_device(config).name
+        return KINDS[config.device]
+    return CUDA if memory is not None else find_device(config).kind
 
 
-def _memory_here(config: DeviceConfig, device: str) -> int:
-    return host_memory.available_bytes() if device == "cpu" else find_device(config).free_bytes()
-
-
-def _dtype(wanted: str, stored: torch.dtype, device: str) -> torch.dtype:
+def _dtype(wanted: str, stored: torch.dtype, device: DeviceKind) -> torch.dtype:
     """As Device.resolve_dtype, for a device that need not be here."""
     if wanted != "auto":
         dtype: torch.dtype = getattr(torch, wanted)
         return dtype
-    return torch.float32 if device == "cpu" else stored
+    return device.compute_dtype(stored)
 
 
 def _step_bytes(footprint: Footprint, dtype: torch.dtype, budget: int, max_num_seqs: int) -> int:
@@ -156,11 +144,21 @@ def _step_bytes(footprint: Footprint, dtype: torch.dtype, budget: int, max_num_s
     return budget * (footprint.widest_bytes + residuals) + rows * logits
 
 
-def _footprints(checkpoint: Checkpoint, device: str, impl: str) -> dict[str, Footprint]:
-    return {
-        _name(dtype): read_footprint(checkpoint, dtype=dtype, device_type=device, impl=impl)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
+def _footprint(
+    checkpoint: Checkpoint,
+    device: DeviceKind,
+    dtype: torch.dtype,
+    impl: str,
+    quantization: str | None = None,
+) -> Footprint:
+    return read_footprint(
+        checkpoint,
+        dtype=dtype,
+        compute_dtype=device.compute_dtype(dtype),
+        is_packed=device.packs_weights,
+        impl=impl,
+        quantization=quantization,
+    )
 
 
 def _fits(cache: CacheSize | None, block_size: int, lengths: tuple[Count, ...]) -> tuple[Fit, ...]:

@@ -26,6 +26,7 @@ class WorkerInfo:
     cache_dtype: str = ""  # of keys and values
     identity: str = ""  # equal where the same request gets the same bits
     prompt_limits: tuple[tuple[int, bool], ...] = ()  # see `CausalModel`
+    depth: int = 1  # steps that may be out at once, if nobody asks for another number
 
 
 class PendingTokens(Protocol):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +11,8 @@ import torch
 from torch import Tensor
 
 from serve.config import EngineConfig
-from serve.errors import ConfigError, OutOfMemory
-from serve.kernels.select import select_kernels
 from serve.kv_cache.storage import KVStorage, LayerShape, block_bytes
-from serve.models.decoder import DecoderModel
-from serve.models.registry import build_model, head_dims
-from serve.models.weights.checkpoint import Checkpoint, open_checkpoint
-from serve.models.weights.footprint import read_footprint
+from serve.models.weights.checkpoint import Checkpoint
 from serve.models.weights.kv_scales import read_kv_scales
 from serve.worker.block_file import BlockFile
 from serve.worker.device import host_memory
@@ -31,8 +24,8 @@ from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
 from serve.worker.startup.cache_identity import cache_identity, identity_digest
 from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
-from serve.worker.startup.kv_precision import cache_dtype, measured_scales
-from serve.worker.startup.memory_check import check_memory
+from serve.worker.startup.kv_precision import measured_scales
+from serve.worker.startup.loading import LoadedModel, fitting, load_model, name_of
 from serve.worker.startup.trial_steps import largest_plan, measuring_plan, warming_plans
 
 logger = logging.getLogger(__name__)
@@ -57,55 +50,18 @@ class Worker:
     def __init__(self, config: EngineConfig, model_path: Path) -> None:
         self._config = config
         self._device = find_device(config.device)
-        checkpoint = open_checkpoint(model_path, config.model.load_format)
-        weights_dtype = self._device.resolve_dtype(config.model.dtype, checkpoint.dtype)
-        self._dtype = self._device.compute_dtype(weights_dtype)
-        self._cache_dtype = cache_dtype(config.cache, self._dtype)
-        self._kernels, why = select_kernels(
-            self._device.name,
-            config.device.attention_backend,
-            dtype=self._dtype,
-            head_dims=head_dims(checkpoint),
-            block_size=config.cache.block_size,
-            num_threads=self._device.num_threads,
-            batch_invariant=config.device.batch_invariant,
-            cache_dtype=self._cache_dtype,
-            quantization=config.model.quantization,
-        )
-        dtype_name = str(weights_dtype).removeprefix("torch.")
-        logger.info("model %s, in %s on %s", model_path.name, dtype_name, self._device.describe())
-        if self._dtype is not weights_dtype:
-            compute_name = str(self._dtype).removeprefix("torch.")
-            logger.info("only weights are in %s; all else is in %s", dtype_name, compute_name)
-        logger.info("attention: %s", why)
-        check_memory(
-            checkpoint,
-            self._device,
-            dtype=weights_dtype,
-            impl=model_impl(config),
-            quantization=config.model.quantization,
-        )
-        with _fitting(self._device, "the model", "Serve a smaller one, or in a narrower --dtype."):
-            self._model = build_model(
-                checkpoint,
-                kernels=self._kernels,
-                dtype=weights_dtype,
-                compute_dtype=self._dtype,
-                device=self._device.torch_device,
-                impl=model_impl(config),
-                seed=config.model.seed,
-            )
-        self._kernels = replace(self._kernels, attention=self._model.attention)
-        self._log_weights(checkpoint, weights_dtype)
-        with _fitting(self._device, "the largest step", _SMALLER_STEPS):
-            self._scales = self._find_scales(checkpoint)
+        loaded = load_model(config, model_path, self._device)
+        self._model, self._kernels = loaded.model, loaded.kernels
+        self._dtype, self._cache_dtype = loaded.dtype, loaded.cache_dtype
+        with fitting(self._device, "the largest step", _SMALLER_STEPS):
+            self._scales = self._find_scales(loaded.checkpoint)
             self._compile_kernels()
             size = self._size_cache()
-        with _fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
+        with fitting(self._device, f"a KV pool of {size.num_blocks} blocks", _SMALLER_POOL):
             storage = self._make_storage(
                 size.num_blocks, size.num_host_blocks, self._cache_dtype, self._scales
             )
-            identity = self._identity(checkpoint, weights_dtype)
+            identity = self._identity(loaded)
             self.block_file = BlockFile(storage, identity, self._device.synchronize)
             self.runner = self._make_runner(
                 storage, max_model_len=size.max_model_len, graph_sizes=self._graph_sizes()
@@ -116,31 +72,32 @@ class Worker:
             vocab_size=self._model.vocab_size,
             max_model_len=size.max_model_len,
             max_num_batched_tokens=self._token_budget(size.max_model_len),
-            device=self._device.name,
-            dtype=dtype_name,
+            device=self._device.kind.name,
+            dtype=name_of(loaded.weights_dtype),
             attention_backend=self._kernels.name,
             block_bytes=self._block_bytes(),
-            cache_dtype=str(self._cache_dtype).removeprefix("torch."),
+            cache_dtype=name_of(self._cache_dtype),
             identity=identity_digest(identity),
             prompt_limits=tuple(self._model.prompt_limits),
+            depth=self._device.kind.depth,
         )
         self._log_cache(size)
 
-    def _identity(self, checkpoint: Checkpoint, weights_dtype: torch.dtype) -> dict[str, str]:
-        kernels, is_own = self._kernels, isinstance(self._model, DecoderModel)
+    def _identity(self, loaded: LoadedModel) -> dict[str, str]:
+        kernels, is_own = self._kernels, self._model.is_native
         model = "our model" if is_own else f"another model, {kernels.attention.name} attention"
-        multiplies_itself = is_own and kernels.name == "cpu"
+        is_invariant = is_own and kernels.is_thread_invariant
         return cache_identity(
             self._config,
-            checkpoint,
+            loaded.checkpoint,
             dtypes={
-                "weights": weights_dtype,
+                "weights": loaded.weights_dtype,
                 "activations": self._dtype,
                 "the KV cache": self._cache_dtype,
             },
             kernels=f"{kernels.name} {kernels.build} for {model}",
             arithmetic=self._device.arithmetic(),
-            num_threads=None if multiplies_itself else self._device.num_threads,
+            num_threads=None if is_invariant else self._device.num_threads,
             scales=self._scales,
         )
 
@@ -218,9 +175,7 @@ class Worker:
         settings = self._config.device
         if settings.enforce_eager or self._device.graph_recorder() is None:
             return []
-        if not isinstance(self._model, DecoderModel) or self._model.needs_prompt_lens:
-            # transformers' models, and RoPE by prompt length, compute on the host what a graph
-            # would keep from the step it was recorded in.
+        if not self._model.can_be_recorded:
             logger.info("decode steps run without CUDA graphs, which this model does not allow")
             return []
         return capture_sizes(settings.cudagraph_capture_sizes, self._config.scheduler.max_num_seqs)
@@ -271,35 +226,6 @@ class Worker:
     def _block_bytes(self) -> int:
         return block_bytes(self._layer_shapes(), self._cache_dtype)
 
-    def _log_weights(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        if not isinstance(self._model, DecoderModel):
-            return  # transformers' models are measured by building them again
-        quantization = self._config.model.quantization
-        footprint = read_footprint(
-            checkpoint,
-            dtype=dtype,
-            device_type=self._device.name,
-            impl="native",
-            quantization=quantization,
-        )
-        logger.info(
-            "weights: %.0f million parameters in %.2f GiB%s",
-            footprint.num_parameters / 1e6,
-            footprint.weight_bytes / GIB,
-            f"; linear layers quantized to {quantization}" if quantization else "",
-        )
-        if footprint.kept:
-            logger.info(
-                "matrices are kept in %s, like in the file, which loses nothing",
-                " and ".join(footprint.kept),
-            )
-        if footprint.widened:
-            logger.info(
-                "values from %s blocks are kept in 32 bits, which loses nothing; "
-                "--quantization int8 would take 8",
-                " and ".join(footprint.widened),
-            )
-
     def _log_cache(self, size: CacheSize) -> None:
         block_size = self._config.cache.block_size
         one_block = self._block_bytes()
@@ -317,37 +243,3 @@ class Worker:
         if size.num_host_blocks:
             gib = size.num_host_blocks * one_block / GIB
             logger.info("swap space: %d blocks, %.2f GiB", size.num_host_blocks, gib)
-
-
-@contextmanager
-def _fitting(device: Device, what: str, advice: str) -> Iterator[None]:
-    """Running out of memory while starting is a ConfigError with the figures and what to change."""
-    try:
-        yield
-    except (RuntimeError, MemoryError, OutOfMemory) as error:
-        if not _is_lack_of_memory(error):
-            raise
-        raise ConfigError(f"{what} does not fit on {device.describe()}. {advice}") from error
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    """torch has a class for a GPU's memory only; its allocator for CPUs says it in words."""
-    named = isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory)
-    return named or "can't allocate memory" in str(error)
-
-
-def model_impl(config: EngineConfig) -> str:
-    """Which implementation of the model to ask for: transformers' multiplies by torch, in torch's
-    formats and with rounding that depends on the batch. Raises ConfigError."""
-    wanted = config.model.model_impl
-    flags = {
-        "--batch-invariant": config.device.batch_invariant,
-        f"--quantization {config.model.quantization}": config.model.quantization is not None,
-    }
-    only_ours = [flag for flag, given in flags.items() if given]
-    if only_ours and wanted == "transformers":
-        raise ConfigError(
-            f"{only_ours[0]}: --model-impl transformers multiplies matrices by torch, in torch's "
-            "formats and with rounding that depends on the batch; use --model-impl native."
-        )
-    return "native" if only_ours else wanted

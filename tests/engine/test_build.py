@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -38,3 +41,16 @@ def test_whole_prompts_that_cannot_fit_a_step_are_a_config_error_with_the_flag()
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
         core_over(executor, config, FakeInbox(), FakeOutbox())
     assert executor.closed
+
+
+@pytest.mark.parametrize(("asked", "depth"), [("auto", 3), ("on", 2), ("off", 1)])
+def test_as_many_steps_are_out_as_was_asked_for_or_else_as_suits_the_device(
+    asked: Literal["auto", "on", "off"], depth: int
+) -> None:
+    executor = FakeExecutor(10, 8, max_num_batched_tokens=32)
+    executor.start = lambda start=executor.start: replace(start(), depth=3)  # type: ignore[method-assign]
+    config = EngineConfig(
+        cache=CacheConfig(block_size=8), scheduler=SchedulerConfig(async_scheduling=asked)
+    )
+    core, _ = core_over(executor, config, FakeInbox(), FakeOutbox())
+    assert core.depth == depth

@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import torch
-
 from serve.config import (
     CacheConfig,
     Count,
@@ -30,6 +28,7 @@ from serve.engine.core import EngineCore
 from serve.messages import AddRequest, FromEngine, ToEngine
 from serve.sampling_params import SamplingParams
 from serve.worker import worker
+from serve.worker.device.kinds import CUDA
 from tests.kernels import fake_gpu
 from tests.worker.async_device import GraphDevice
 
@@ -51,10 +50,7 @@ MODEL = {
 class FakeCudaDevice(GraphDevice):
     """What the worker takes for a GPU."""
 
-    name = "cuda"
-
-    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
-        return weights
+    kind = CUDA
 
 
 class _NoMessages:

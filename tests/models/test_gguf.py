@@ -265,7 +265,11 @@ def test_mdl_42_a_split_model_equals_the_whole_one(
     assert torch.equal(_logits(parts[0]), _logits(tmp_path / "whole.gguf"))
     footprints = [
         read_footprint(
-            open_checkpoint(path, "dummy"), dtype=torch.float32, device_type="cpu", impl="auto"
+            open_checkpoint(path, "dummy"),
+            dtype=torch.float32,
+            compute_dtype=torch.float32,
+            is_packed=True,
+            impl="auto",
         )
         for path in (parts[0], tmp_path / "whole.gguf")
     ]

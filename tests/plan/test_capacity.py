@@ -66,7 +66,13 @@ def test_parameters_and_weights_are_those_that_are_loaded(model_type: str, tmp_p
     theirs = save_model(tmp_path, model_type)
     checkpoint = open_checkpoint(tmp_path, "dummy")
 
-    footprint = read_footprint(checkpoint, dtype=torch.bfloat16, device_type="cuda", impl="auto")
+    footprint = read_footprint(
+        checkpoint,
+        dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+        is_packed=False,
+        impl="auto",
+    )
 
     named = dict(theirs.named_parameters())
     assert footprint.num_parameters == sum(p.numel() for p in named.values())
@@ -110,7 +116,8 @@ def test_matrices_on_a_cpu_take_what_its_packer_takes(
     footprint = read_footprint(
         checkpoint,
         dtype=torch.float32,
-        device_type="cpu",
+        compute_dtype=torch.float32,
+        is_packed=True,
         impl="auto",
         quantization=quantization,
     )

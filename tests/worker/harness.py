@@ -104,7 +104,9 @@ class HistoryModel:
         self.vocab_size = vocab_size
         self.max_position = 512
         self.cache_layers = [LayerCache(1, 1), LayerCache(2, 1)]
+        self.is_native = False
         self.needs_prompt_lens = False
+        self.can_be_recorded = True
         self.prompt_limits: list[tuple[int, bool]] = []
         self.largest_logits = 0
         self.fail_next = False

@@ -27,8 +27,9 @@ from serve.scheduler.output import RowData
 from serve.worker import worker
 from serve.worker.device.cpu_device import CpuDevice
 from serve.worker.local_executor import LocalExecutor
+from serve.worker.startup import loading
+from serve.worker.startup.loading import model_impl
 from serve.worker.startup.trial_steps import largest_plan
-from serve.worker.worker import model_impl
 from tests.e2e.tiny_model import save_tiny_model
 from tests.worker.harness import plan, share
 
@@ -183,7 +184,7 @@ def test_sec_49_a_model_larger_than_the_memory_is_told_before_it_is_built(
     values = json.loads((model / "config.json").read_text()) | sizes
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
-    monkeypatch.setattr(worker, "build_model", None)  # it is not reached
+    monkeypatch.setattr(loading, "build_model", None)  # it is not reached
     settings = replace(config(), model=ModelConfig(load_format=load_format, model_impl=impl))
     with pytest.raises(
         ConfigError, match=r"config\.json: the model does not fit on cpu \("
@@ -213,7 +214,7 @@ def test_no_memory_at_start_is_told_with_figures_and_flags(
 
     if where == "largest_plan":
         monkeypatch.setattr(CpuDevice, "cache_bytes", measure)
-    monkeypatch.setattr(worker, where, no_memory)
+    monkeypatch.setattr(loading if where == "build_model" else worker, where, no_memory)
     with pytest.raises(ConfigError, match=message):
         LocalExecutor(config(), model).start()
 

@@ -45,5 +45,6 @@ def cpu_kernels(
         copy_blocks=copy_blocks,
         fuse_decoder=DecoderFuser(library),
         sampling=SamplingKernels(sampling.draw, sampling.penalize, sampling.argmax, sampling.score),
+        is_thread_invariant=True,
         build=library.build,
     )

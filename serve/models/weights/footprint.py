@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from serve.errors import ConfigError
-from serve.kernels.select import check_quantization
 from serve.models.base import LayerCache
 from serve.models.families import read_spec
 from serve.models.rope import table_peak_bytes
@@ -68,25 +67,23 @@ def read_footprint(
     checkpoint: Checkpoint,
     *,
     dtype: torch.dtype,
-    device_type: str,
+    compute_dtype: torch.dtype,
+    is_packed: bool,
     impl: str,
     quantization: str | None = None,
-    attention_backend: str = "auto",
 ) -> Footprint:
-    """Measure a model whose weights are in `dtype` or, on a CPU, quantized.
+    """Measure a model whose weights are in `dtype`, and all else in `compute_dtype`.
 
-    `checkpoint` may be a dummy. Raises ConfigError as loading it would.
+    `is_packed`: matrices are kept in the narrowest form that loses nothing, or quantized, as the
+    kernels for CPUs do. `checkpoint` may be a dummy. Raises ConfigError as loading it would.
     """
-    check_quantization(quantization, device_type, attention_backend)
-    # As Device.compute_dtype, for a device that need not be here.
-    compute_dtype = torch.float32 if device_type == "cpu" else dtype
     spec = read_spec(checkpoint.hf_config, checkpoint.path) if impl != "transformers" else None
     if spec is None and impl == "native":
         raise ConfigError(f"{checkpoint.path}: our decoder does not know this kind of model")
     if spec is None:
         return _of_transformers(checkpoint, compute_dtype)
     parameters = allocate(spec, dtype, _META)
-    if device_type != "cpu":
+    if not is_packed:
         weight_bytes = sum(tensor.nbytes for tensor in parameters.by_name().values())
         return _of_decoder(spec, parameters, weight_bytes, compute_dtype)
     if quantization is not None:
@@ -106,7 +103,8 @@ def least_bytes(
     checkpoint: Checkpoint,
     *,
     dtype: torch.dtype,
-    device_type: str,
+    compute_dtype: torch.dtype,
+    is_packed: bool,
     impl: str,
     quantization: str | None = None,
 ) -> int:
@@ -118,7 +116,12 @@ def least_bytes(
     spec = read_spec(checkpoint.hf_config, checkpoint.path) if impl != "transformers" else None
     if spec is not None:
         weight_bytes = read_footprint(
-            checkpoint, dtype=dtype, device_type=device_type, impl=impl, quantization=quantization
+            checkpoint,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            is_packed=is_packed,
+            impl=impl,
+            quantization=quantization,
         ).weight_bytes
         ropes = {layer.rope for layer in spec.layers}
         return weight_bytes + sum(table_peak_bytes(rope, spec.max_position) for rope in ropes)

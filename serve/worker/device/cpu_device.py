@@ -12,25 +12,11 @@ import torch
 from torch import Tensor
 
 from serve.worker.device import host_memory
-from serve.worker.device.device import GIB, Mark, PendingCopy, Uploads
+from serve.worker.device.device import Mark, PendingCopy, Uploads
+from serve.worker.device.kinds import CPU, GIB
 from serve.worker.device.uploads import SharedMemory
 
 logger = logging.getLogger(__name__)
-
-# Running streams wait for a step's prompt tokens: half a second for these on two cores with a
-# 135M model, four for 2048. They also stay in the caches, which is worth 5 % of a prompt's time.
-CPU_TOKEN_BUDGET = 256
-
-_CPU_POOL_SHARE = 0.25
-_CPU_POOL_MOST_BYTES = 4 * GIB
-
-
-def cpu_pool_bytes(free_bytes: int, total_bytes: int, share: float | None) -> int:
-    """The KV pool on a CPU that has so much memory left beside the model: what keeps memory in use
-    at `share` of all; without a share a modest part, as memory here also belongs to others."""
-    if share is not None:
-        return int(total_bytes * share) - (total_bytes - free_bytes)
-    return min(int(free_bytes * _CPU_POOL_SHARE), _CPU_POOL_MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +42,9 @@ class _Past:
 class CpuDevice:
     """The machine's processors and memory. Work is done when a call returns."""
 
-    name = "cpu"
+    kind = CPU
     torch_device = torch.device("cpu")
-    default_token_budget = CPU_TOKEN_BUDGET
+    default_token_budget = CPU.token_budget(0)
 
     def __init__(self, num_threads: int | None = None) -> None:
         """Also sets torch's thread count for this process.
@@ -87,15 +73,11 @@ class CpuDevice:
         dtype: torch.dtype = torch.float32 if wanted == "auto" else getattr(torch, wanted)
         return dtype
 
-    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
-        # 16-bit arithmetic is emulated on most CPUs: slower than fp32, and it rounds every step.
-        return torch.float32
-
     def free_bytes(self) -> int:
         return host_memory.available_bytes()
 
     def cache_bytes(self, share: float | None, run_largest_step: Callable[[], None]) -> int:
-        return cpu_pool_bytes(self.free_bytes(), host_memory.total_bytes(), share)
+        return CPU.pool_bytes(self.free_bytes(), host_memory.total_bytes(), share)
 
     def synchronize(self) -> None:
         pass  # nothing is ever under way

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from serve.errors import ConfigError
-from serve.worker.device.device import (
-    GIB,
-    CapturedWork,
-    GraphRecorder,
-    Mark,
-    PendingCopy,
-    Uploads,
-    gpu_share,
-    gpu_token_budget,
-)
+from serve.worker.device.device import CapturedWork, GraphRecorder, Mark, PendingCopy, Uploads
+from serve.worker.device.kinds import CUDA, GIB
 from serve.worker.device.uploads import StagedUploads
 
 logger = logging.getLogger(__name__)
@@ -95,7 +87,7 @@ class _CudaMark:
 class CudaDevice:
     """One NVIDIA GPU; work is queued on its current stream."""
 
-    name = "cuda"
+    kind = CUDA
 
     def __init__(self) -> None:
         self.num_threads: int | None = None
@@ -109,7 +101,7 @@ class CudaDevice:
                 count,
                 self.torch_device.index,
             )
-        self.default_token_budget = gpu_token_budget(self._properties.total_memory)
+        self.default_token_budget = CUDA.token_budget(self._properties.total_memory)
 
     def describe(self) -> str:
         free, total = self.free_bytes() / GIB, self._properties.total_memory / GIB
@@ -128,9 +120,6 @@ class CudaDevice:
         }
         return named[wanted]
 
-    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
-        return weights
-
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free
@@ -145,7 +134,7 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         # What torch does not hold: the CUDA context, libraries' workspaces, other processes.
         outside = total - free - torch.cuda.memory_reserved(self.torch_device)
-        return int(total * gpu_share(share)) - peak - outside
+        return CUDA.pool_bytes(total - peak - outside, total, share)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

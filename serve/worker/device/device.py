@@ -13,23 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-GIB = 2**30
+from serve.worker.device.kinds import DeviceKind
 
 Array = npt.NDArray[Any]
-
-_SMALL_TOKEN_BUDGET = 2048
-_LARGE_TOKEN_BUDGET = 8192
-_LARGE_DEVICE_BYTES = 70 * GIB
-
-
-def gpu_token_budget(device_bytes: int) -> int:
-    """Tokens per step on a GPU of this size when the user names no number."""
-    return _LARGE_TOKEN_BUDGET if device_bytes >= _LARGE_DEVICE_BYTES else _SMALL_TOKEN_BUDGET
-
-
-def gpu_share(asked: float | None) -> float:
-    """The share of a GPU's memory that may be in use."""
-    return 0.9 if asked is None else asked
 
 
 class PendingCopy(Protocol):
@@ -80,7 +66,7 @@ class GraphRecorder(Protocol):
 class Device(Protocol):
     """Where the model runs. All work on it happens in the order it was given."""
 
-    name: str  # "cpu" or "cuda", the kernel selection's device_type
+    kind: DeviceKind
     torch_device: torch.device
     num_threads: int | None  # compute threads; None where the device has no such notion
     default_token_budget: int  # tokens per step when the user names no number
@@ -93,9 +79,6 @@ class Device(Protocol):
 
     def resolve_dtype(self, wanted: str, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """The weights' dtype for a `--dtype` value. Raises ConfigError for one that cannot work."""
-
-    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """What activations, keys and values are in, for weights of this dtype."""
 
     def free_bytes(self) -> int:
         """Memory still available here."""

@@ -7,7 +7,8 @@ import torch
 from serve.errors import ConfigError
 from serve.models.weights.checkpoint import Checkpoint
 from serve.models.weights.footprint import least_bytes
-from serve.worker.device.device import GIB, Device
+from serve.worker.device.device import Device
+from serve.worker.device.kinds import GIB
 
 _NAMED = (
     "vocab_size",
@@ -34,7 +35,12 @@ def check_memory(
     """Raises ConfigError, naming the file and its sizes, for a model that needs more memory than
     the device has left."""
     needed = least_bytes(
-        checkpoint, dtype=dtype, device_type=device.name, impl=impl, quantization=quantization
+        checkpoint,
+        dtype=dtype,
+        compute_dtype=device.kind.compute_dtype(dtype),
+        is_packed=device.kind.packs_weights,
+        impl=impl,
+        quantization=quantization,
     )
     free = device.free_bytes()
     if needed <= free:

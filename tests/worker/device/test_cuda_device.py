@@ -8,8 +8,8 @@ import torch
 
 from serve.config import DeviceConfig
 from serve.worker.device.cuda_device import is_available
-from serve.worker.device.device import GIB
 from serve.worker.device.find_device import find_device
+from serve.worker.device.kinds import GIB
 
 needs_cuda = pytest.mark.skipif(not is_available(), reason="no CUDA device")
 
@@ -18,7 +18,7 @@ needs_cuda = pytest.mark.skipif(not is_available(), reason="no CUDA device")
 @needs_cuda
 def test_copies_to_and_from_a_gpu_are_complete_when_waited_for() -> None:
     device = find_device(DeviceConfig())
-    assert device.name == "cuda"
+    assert device.kind.name == "cuda"
     host = device.allocate_host((1000,), torch.float32).copy_(torch.arange(1000.0))
     assert host.is_pinned()
     on_device = device.to_device(host.clone())

@@ -9,8 +9,8 @@ from serve.config import DeviceConfig
 from serve.errors import ConfigError
 from serve.worker.device import host_memory
 from serve.worker.device.cpu_device import CpuDevice
-from serve.worker.device.device import GIB
 from serve.worker.device.find_device import find_device
+from serve.worker.device.kinds import CUDA, GIB, KINDS, DeviceKind
 
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 
@@ -24,7 +24,7 @@ def _same_threads_afterwards():  # type: ignore[no-untyped-def]
 
 @needs_none
 def test_auto_finds_the_cpu_and_cuda_is_refused_with_what_to_do() -> None:
-    assert find_device(DeviceConfig()).name == "cpu"
+    assert find_device(DeviceConfig()).kind.name == "cpu"
     with pytest.raises(ConfigError, match=r"--device cuda: .* --device cpu"):
         find_device(DeviceConfig(device="cuda"))
 
@@ -54,7 +54,7 @@ def test_mdl_03_on_a_cpu_explicit_dtypes_are_of_the_weights_and_arithmetic_is_fl
     for name in ("float32", "bfloat16", "float16"):
         weights = cpu.resolve_dtype(name, torch.float32)
         assert str(weights) == f"torch.{name}"
-        assert cpu.compute_dtype(weights) is torch.float32
+        assert cpu.kind.compute_dtype(weights) is torch.float32
 
 
 @pytest.mark.parametrize(("available", "pool"), [(8 * GIB, 2 * GIB), (100 * GIB, 4 * GIB), (0, 0)])
@@ -97,3 +97,18 @@ def test_results_on_their_way_are_not_what_the_next_step_writes() -> None:
     copy = CpuDevice(1).to_host(tensor)
     tensor.fill_(9)
     assert copy.wait().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_pool_fills_the_share_that_was_asked_for_on_every_kind_of_device(
+    kind: DeviceKind,
+) -> None:
+    used = 3 * GIB
+    pool = kind.pool_bytes(10 * GIB - used, 10 * GIB, 0.5)
+    assert used + pool == kind.usable_bytes(10 * GIB, 0.5) == 5 * GIB
+
+
+def test_a_gpu_lends_nine_tenths_and_a_large_one_has_larger_steps() -> None:
+    assert CUDA.pool_bytes(9 * GIB, 10 * GIB, None) == 8 * GIB
+    assert [CUDA.token_budget(size * GIB) for size in (1, 69, 70, 139)] == [2048, 2048, 8192, 8192]
+    assert CUDA.compute_dtype(torch.bfloat16) is torch.bfloat16
