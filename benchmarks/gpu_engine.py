@@ -111,7 +111,7 @@ def dry_shape() -> Shape:
         step_budget=8192,
         company=3,
         contexts=((20, 20), (8, 30)),
-        exact=(1, 4, 30, 12),
+        exact=(1, 6, 40, 20),
         settings=EngineConfig(
             device=DeviceConfig(device="cpu", attention_backend="reference", cpu_threads=1),
             cache=CacheConfig(num_gpu_blocks_override=200),
