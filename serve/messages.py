@@ -112,6 +112,7 @@ class EngineReady:
     scheduling_policy: str = "fcfs"
     block_bytes: int = 0  # KV of one block, all layers
     cache_dtype: str = ""  # of keys and values
+    num_engines: int = 1  # that serve as one
     identity: str = ""  # of weights, formats and kernels: equal where the same seed gives the same
 
 
@@ -180,6 +181,7 @@ class EngineStats:
     total_preemption_tokens_recomputed: int = 0  # computed tokens that preemption dropped
     total_preemption_blocks_swapped: int = 0  # copied out or in
     step_tokens: list[int] = field(default_factory=list)  # size of each step since the last message
+    engine: int = 0  # its number, where several serve as one
 
     def after(self, past: EngineStats) -> EngineStats:
         """The same state, with totals that go on from those of an engine before this one."""

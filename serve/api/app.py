@@ -66,7 +66,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, metrics: Metrics) -> F
     """The application over a started engine. Starting, draining and closing it is the caller's."""
     app = FastAPI(title="serve-llm", version=__version__)
     limits = ClientLimits(metrics.client_refused)
-    service = Service(engine, config, metrics, read_limits(config), limits)
+    service = Service((engine,), config, metrics, read_limits(config), limits)
     for routes in ROUTES:
         app.include_router(routes(service))
     describe_bodies(app, BODIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -42,9 +41,10 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The engine and the settings, handed to every route."""
+    """The engines and the settings, handed to every route. Each engine serves a model; `engine` is
+    the first, which answers whoever names none."""
 
-    engine: AsyncEngine
+    engines: tuple[AsyncEngine, ...]
     config: ServerConfig
     metrics: Metrics
     limits_file: LimitsFile
@@ -56,20 +56,18 @@ class Service:
         """Whose request it is."""
         return client_of(request, user, self.config, self.limits_file)
 
-    def served_name(self, asked: str | None) -> str:
-        """The name to answer under. Raises ModelNotFound; None means the first served name."""
-        names = self.engine.model.names
-        if asked is None:
-            return names[0]
-        if asked not in names:
-            raise ModelNotFound(
-                f"The model {asked[:200]!r} is not served here. Served: {', '.join(names)}.",
-                param="model",
-            )
-        return asked
+    @property
+    def engine(self) -> AsyncEngine:
+        """The one that routes without a model ask."""
+        return self.engines[0]
 
-    def fingerprint(self) -> str:
-        """Changes whenever a setting changes that may change what a seed produces."""
-        defaults = sorted(self.engine.model.generation_defaults.items())
-        parts = f"{self.engine.ready.identity}\0{defaults}"
-        return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:10]
+    def engine_for(self, model: str | None) -> AsyncEngine:
+        """The engine that serves a model by this name. Raises ModelNotFound."""
+        for engine in self.engines:
+            if model is None or model in engine.model.names:
+                return engine
+        served = [name for engine in self.engines for name in engine.model.names]
+        raise ModelNotFound(
+            f"The model {str(model)[:200]!r} is not served here. Served: {', '.join(served)}.",
+            param="model",
+        )

@@ -322,7 +322,8 @@ class AsyncEngine:
         self.ready = replace(ready, scheduling_policy=self.ready.scheduling_policy)
         self.is_restarting = False
         self._vigil.heard()
-        self._observer.engine_restarted()
+        for engine in range(ready.num_engines):
+            self._observer.engine_restarted(engine)
         repeated = self._calls.repeat()
         for stream in self._expecting.values():  # in the order of their arrival
             self._client.send(stream.moved())
@@ -349,6 +350,7 @@ class AsyncEngine:
         for delta in outputs.deltas:
             stream = self._expecting.get(delta.request_id)
             if stream is not None:  # else it was aborted while this was on its way
+                stream.engine = outputs.stats.engine
                 self._feed(stream, delta, outputs.time)
 
     def _feed(self, stream: RequestStream, delta: TokenDelta, now: float) -> None:
@@ -356,9 +358,9 @@ class AsyncEngine:
         stream.feed(delta, now)
         if delta.token_ids:
             if previous_time is None:
-                self._observer.first_token(now - stream.arrival_time)
+                self._observer.first_token(now - stream.arrival_time, stream.engine)
             else:
-                self._observer.inter_token(now - previous_time)
+                self._observer.inter_token(now - previous_time, stream.engine)
         if delta.finish_reason is not None:
             del self._expecting[delta.request_id]
             reason = stream.finish_reason or delta.finish_reason

@@ -24,24 +24,28 @@ class FinishedRequest:
     num_generated_tokens: int
     num_cached_tokens: int
     sampling: SamplingParams
+    engine: int = 0  # the one that worked on it last
 
 
 class EngineObserver(Protocol):
-    """Called on the event loop, between steps: every method must be quick and must not raise."""
+    """Called on the event loop, between steps: every method must be quick and must not raise.
+
+    `engine` is an engine's number, where several serve as one.
+    """
 
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
-        """The engine can take requests."""
+        """The engines, `ready.num_engines` of them, can take requests."""
 
-    def engine_restarted(self) -> None:
-        """The engine died and another one has taken its place; totals go on."""
+    def engine_restarted(self, engine: int) -> None:
+        """This engine died and another one has taken its place; totals go on."""
 
     def stepped(self, stats: EngineStats) -> None:
-        """A step's results arrived; `stats` is the engine's state after it."""
+        """A step's results arrived; `stats` is the state of its engine after it."""
 
-    def first_token(self, latency_s: float) -> None:
+    def first_token(self, latency_s: float, engine: int) -> None:
         """A request's first token, `latency_s` after its arrival. Once per request."""
 
-    def inter_token(self, gap_s: float) -> None:
+    def inter_token(self, gap_s: float, engine: int) -> None:
         """A later token (or tokens of one step), `gap_s` after the one before."""
 
     def request_finished(self, finished: FinishedRequest) -> None:
@@ -54,17 +58,54 @@ class NoObserver:
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
         """Ignored."""
 
-    def engine_restarted(self) -> None:
+    def engine_restarted(self, engine: int) -> None:
         """Ignored."""
 
     def stepped(self, stats: EngineStats) -> None:
         """Ignored."""
 
-    def first_token(self, latency_s: float) -> None:
+    def first_token(self, latency_s: float, engine: int) -> None:
         """Ignored."""
 
-    def inter_token(self, gap_s: float) -> None:
+    def inter_token(self, gap_s: float, engine: int) -> None:
         """Ignored."""
 
     def request_finished(self, finished: FinishedRequest) -> None:
         """Ignored."""
+
+
+class Observers:
+    """Several observers as one: each is told everything, in this order."""
+
+    def __init__(self, *members: EngineObserver) -> None:
+        self._members = members
+
+    def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
+        """Tell each."""
+        for member in self._members:
+            member.engine_ready(ready, model)
+
+    def engine_restarted(self, engine: int) -> None:
+        """Tell each."""
+        for member in self._members:
+            member.engine_restarted(engine)
+
+    def stepped(self, stats: EngineStats) -> None:
+        """Tell each."""
+        for member in self._members:
+            member.stepped(stats)
+
+    def first_token(self, latency_s: float, engine: int) -> None:
+        """Tell each."""
+        for member in self._members:
+            member.first_token(latency_s, engine)
+
+    def inter_token(self, gap_s: float, engine: int) -> None:
+        """Tell each."""
+        for member in self._members:
+            member.inter_token(gap_s, engine)
+
+    def request_finished(self, finished: FinishedRequest) -> None:
+        """Tell each."""
+        for member in self._members:
+            member.request_finished(finished)

@@ -29,6 +29,7 @@ class RequestStream:
         self.sampling = sampling = request.sampling
         self.arrival_time = arrival_time = request.arrival_time
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.engine = 0  # the number of the one that last worked on it; set by the pump
         self.num_generated_tokens = 0
         self.num_cached_tokens = 0
         self._generated: list[int] = []  # by the engine, also what no text shows
@@ -150,6 +151,7 @@ class RequestStream:
             num_generated_tokens=self.num_generated_tokens,
             num_cached_tokens=self.num_cached_tokens,
             sampling=self.sampling,
+            engine=self.engine,
         )
 
     def _wake_reader(self) -> None:

@@ -45,8 +45,8 @@ class Succession:
         self._deaths: deque[float] = deque(maxlen=most)
         self._client = make_client()
         self._lost: EngineDied | None = None  # the end of an engine whose successor is to come
-        self._past: EngineStats | None = None
-        self._stats = EngineStats()
+        self._past: dict[int, EngineStats] = {}  # by the engine's number, as is the next:
+        self._stats: dict[int, EngineStats] = {}
 
     async def start(self) -> EngineReady:
         """Start the first engine."""
@@ -88,15 +88,16 @@ class Succession:
             return EngineDied(
                 f"{died.reason} It could not be started again; the server's log says why."
             )
-        self._lost, self._past = None, self._stats
+        self._lost, self._past = None, dict(self._stats)
         return ready
 
     def _go_on(self, outputs: StepOutputs) -> StepOutputs:
-        self._stats = outputs.stats
-        if self._past is None:  # as nearly always
-            return outputs
-        self._stats = outputs.stats.after(self._past)
-        return replace(outputs, stats=self._stats)
+        stats = outputs.stats
+        if (past := self._past.get(stats.engine)) is not None:  # nearly never
+            stats = stats.after(past)
+            outputs = replace(outputs, stats=stats)
+        self._stats[stats.engine] = stats
+        return outputs
 
     def _is_followed(self) -> bool:
         """Whether this death is forgiven; it counts from now on."""

@@ -101,16 +101,16 @@ class Notebook:
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
         self.models.append(model)
 
-    def engine_restarted(self) -> None:
+    def engine_restarted(self, engine: int) -> None:
         self.restarts += 1
 
     def stepped(self, stats: EngineStats) -> None:
         self.stats.append(stats)
 
-    def first_token(self, latency_s: float) -> None:
+    def first_token(self, latency_s: float, engine: int) -> None:
         self.first_tokens.append(latency_s)
 
-    def inter_token(self, gap_s: float) -> None:
+    def inter_token(self, gap_s: float, engine: int) -> None:
         self.gaps.append(gap_s)
 
     def request_finished(self, finished: FinishedRequest) -> None:

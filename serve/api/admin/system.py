@@ -42,14 +42,14 @@ def system_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> ModelList:
-        return ModelList(data=[_card(service, name) for name in service.engine.model.names])
+        return ModelList(data=[_card(service, n) for e in service.engines for n in e.model.names])
 
     # A path parameter, because names may hold slashes.
     @router.get(
         "/v1/models/{name:path}", response_model=ModelCard, responses={404: ERROR_RESPONSES[404]}
     )
     async def show_model(name: str) -> ModelCard:
-        return _card(service, service.served_name(name))
+        return _card(service, name)
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -60,12 +60,14 @@ def system_routes(service: Service) -> APIRouter:
 
 def _health(service: Service) -> Health:
     """Alive while requests that come now will be answered. Raises EngineDead, EngineSilent."""
-    service.engine.check_health()
-    return Health(status="restarting" if service.engine.is_restarting else "ok")
+    for engine in service.engines:
+        engine.check_health()
+    restarting = any(engine.is_restarting for engine in service.engines)
+    return Health(status="restarting" if restarting else "ok")
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    model = service.engine.model
+    model = service.engine_for(name).model
     return ModelCard(
         id=name, created=service.created, root=model.names[0], max_model_len=model.max_model_len
     )

@@ -38,9 +38,9 @@ def tokenize_routes(service: Service) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest, max_bytes)
-        service.served_name(body.model)
-        _check_ids(body.tokens, service.engine.model.vocab_size)
-        text = await service.engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+        engine = service.engine_for(body.model)
+        _check_ids(body.tokens, engine.model.vocab_size)
+        text = await engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
         answer = DetokenizeResponse(prompt=text)
         return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -49,8 +49,8 @@ def tokenize_routes(service: Service) -> APIRouter:
 
 async def tokenized(body: TokenizeRequest, service: Service) -> TokenizeResponse:
     """The ids of a text or a conversation. Raises RequestError."""
-    service.served_name(body.model)
-    tokenizer = service.engine.tokenizer
+    engine = service.engine_for(body.model)
+    tokenizer = engine.tokenizer
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -59,9 +59,7 @@ async def tokenized(body: TokenizeRequest, service: Service) -> TokenizeResponse
         assert body.prompt is not None
         adds = True if body.add_special_tokens is None else body.add_special_tokens
         ids = await tokenizer.encode(body.prompt, adds)
-    answer = TokenizeResponse(
-        tokens=ids, count=len(ids), max_model_len=service.engine.model.max_model_len
-    )
+    answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=engine.model.max_model_len)
     if body.return_token_strs:
         answer.token_strs = await tokenizer.token_texts(ids)
     return answer

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from serve.api.answering.generation import Outputs
+from serve.api.answering.parts import Part, Piece, text_of
 from serve.api.answering.scores import Scores
 from serve.api.protocol.common import FinishedBy
 from serve.engine.outputs import RequestOutput, joined
@@ -16,17 +17,18 @@ from serve.messages import FinishReason, TokenLogprobs
 class Choice:
     """One choice put together from its outputs; changed only by `add`."""
 
-    texts: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     hides_last: bool = False
+    scores: Scores | None = None  # writes the log-probabilities, which then are not kept here
 
-    def add(self, output: RequestOutput) -> None:
-        """Append an output."""
-        self.texts.append(output.text)
+    def add(self, parts: Sequence[Part], output: RequestOutput) -> None:
+        """Append a piece."""
+        self.parts += parts
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
         self.prompt_logprobs += output.prompt_logprobs or []
@@ -36,8 +38,8 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of it."""
-        return "".join(self.texts)
+        """Its words."""
+        return text_of(self.parts)
 
     @property
     def ended_by(self) -> FinishedBy:
@@ -57,35 +59,34 @@ async def collect(outputs: Outputs, scores: Sequence[Scores] = ()) -> list[Choic
     With `scores`, one per choice, log-probabilities go there and not into the choices.
     """
     choices = [Choice() for _ in outputs.tally.generated]
+    for choice, writer in zip(choices, scores, strict=False):
+        choice.scores = writer
     try:
-        async for index, output in outputs:
+        async for index, parts, output in outputs:
             if scores:
                 await scores[index].add(output)
-                choices[index].add(output._replace(logprobs=None, prompt_logprobs=None))
-            else:
-                choices[index].add(output)
+                output = output._replace(logprobs=None, prompt_logprobs=None)
+            choices[index].add(parts, output)
     finally:
         await outputs.aclose()
     return choices
 
 
-def in_intervals(
-    outputs: Outputs, interval: int | None
-) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The outputs, joined so that each but a choice's first and last has `interval` tokens."""
+def in_intervals(outputs: Outputs, interval: int | None) -> AsyncIterator[Piece]:
+    """The pieces, joined so that each but a choice's first and last has `interval` tokens."""
     return outputs if interval is None or interval == 1 else _held_back(outputs, interval)
 
 
-async def _held_back(
-    outputs: Outputs, interval: int
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    held: dict[int, list[RequestOutput]] = {}
+async def _held_back(outputs: Outputs, interval: int) -> AsyncGenerator[Piece, None]:
+    held: dict[int, tuple[list[Part], list[RequestOutput]]] = {}
     begun: set[int] = set()
-    async for index, output in outputs:
-        pieces = held.setdefault(index, [])
+    async for index, new_parts, output in outputs:
+        parts, pieces = held.setdefault(index, ([], []))
+        parts += new_parts
         pieces.append(output)
         num_tokens = sum(len(piece.token_ids) for piece in pieces)
         ready = output.finish_reason is not None or num_tokens >= interval
         if ready or (index not in begun and num_tokens):
             begun.add(index)
-            yield index, joined(held.pop(index))
+            del held[index]
+            yield index, parts, joined(pieces)

@@ -6,6 +6,7 @@ The JSON is ASCII: U+2028, U+2029 and U+0085 are ends of lines to many clients.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 from serve.api.answering.generation import Tally
 from serve.api.protocol.common import StreamOptions
-from serve.api.service import Service
+from serve.engine.async_engine import AsyncEngine
 from serve.messages import FinishReason
 
 text_json = encode_basestring_ascii
@@ -42,15 +43,22 @@ class Envelope:
         }
 
 
-def new_envelope(service: Service, model: str | None, kind: str, answer_id: str) -> Envelope:
-    """An envelope of now. Raises ModelNotFound."""
+def new_envelope(engine: AsyncEngine, model: str | None, kind: str, answer_id: str) -> Envelope:
+    """An envelope of now. `model`: the name that was asked for, under which is answered."""
     return Envelope(
         id=answer_id,
         object=kind,
         created=int(time.time()),
-        model=service.served_name(model),
-        system_fingerprint=service.fingerprint(),
+        model=engine.model.names[0] if model is None else model,
+        system_fingerprint=fingerprint(engine),
     )
+
+
+def fingerprint(engine: AsyncEngine) -> str:
+    """Changes whenever a setting changes that may change what a seed produces."""
+    defaults = sorted(engine.model.generation_defaults.items())
+    parts = f"{engine.ready.identity}\0{defaults}"
+    return "fp_" + hashlib.sha256(parts.encode()).hexdigest()[:10]
 
 
 class ChunkWriter:

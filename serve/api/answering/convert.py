@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from starlette.requests import Request
-
+from serve.api.answering.endpoint import Call
+from serve.api.answering.generation import Job
+from serve.api.answering.logprobs import TokenNames
 from serve.api.answering.unsupported import refuse_unsupported_fields
 from serve.api.protocol.bounds import MAX_PROMPTS
 from serve.api.protocol.common import GenerationRequest, RepetitionWish
-from serve.api.service import Service
+from serve.engine.async_engine import AsyncEngine
 from serve.errors import InvalidRequest
 from serve.sampling_params import RepetitionDetection, SamplingParams
 from serve.text.tokenizer import Tokenizer
@@ -38,15 +38,93 @@ _SAME_NAME = (
 )
 
 
+class Limit(NamedTuple):
+    """The most tokens of an answer: under what name it is asked for, how many (None: as many as the
+    context takes), and what is the least that may be asked for."""
+
+    field: str
+    value: int | None
+    least: int
+
+
+class LogprobWish(NamedTuple):
+    """How many alternatives are wanted per generated token, under what name; None: no
+    log-probabilities. `of_prompt`: the prompt's tokens are scored as well."""
+
+    field: str
+    value: int | None
+    of_prompt: bool = False
+
+
 @dataclass(frozen=True, slots=True)
-class LogprobCounts:
-    """Alternatives per generated and per prompt token, within the cap; None: none at all."""
+class Wishes:
+    """What a request asks for beside its prompts, checked and with every default filled in."""
 
-    generated: int | None = None
-    prompt: int | None = None
+    sampling: SamplingParams
+    names: TokenNames
+    n: int
+    num_top: int | None  # alternatives per generated token; None: no log-probabilities
+    limit_field: str
+    streams: bool
+    priority: int
+    timeout_s: float | None
+    cache_salt: str | None
+
+    def job(self, call: Call, prompts: list[list[int]], prompt_field: str = "prompt") -> Job:
+        """What to generate for these prompts."""
+        return Job(
+            label=call.envelope.id,
+            prompts=prompts,
+            sampling=self.sampling,
+            n=self.n,
+            gathers=not self.streams,
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            client=call.client,
+            cache_salt=self.cache_salt,
+            prompt_field=prompt_field,
+            limit_field=self.limit_field,
+        )
 
 
-def refuse_unsupported(body: GenerationRequest) -> None:
+async def wishes(
+    body: GenerationRequest, call: Call, limit: Limit, logprobs: LogprobWish, num_prompts: int = 1
+) -> Wishes:
+    """Read all that a body asks for. Raises InvalidRequest, naming the field; ids are checked
+    against the vocabulary by the engine."""
+    _refuse_unsupported(body)
+    n = _num_choices(body, num_prompts)
+    cap, tokenizer = call.service.config.max_logprobs, call.engine.tokenizer
+    num_top = capped_logprobs(logprobs.value, cap, logprobs.field)
+    scored = [capped_logprobs(body.prompt_logprobs, cap, "prompt_logprobs")]
+    if logprobs.of_prompt:
+        scored.append(num_top)
+    if limit.value is not None and limit.value < limit.least:
+        raise InvalidRequest(
+            f"{limit.field} must be {limit.least} or more, not {limit.value}.", param=limit.field
+        )
+    sampling = await _sampling_params(
+        body,
+        call.engine,
+        max_tokens=limit.value,
+        logprobs=num_top,
+        prompt_logprobs=max((each for each in scored if each is not None), default=None),
+    )
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return Wishes(
+        sampling=sampling,
+        names=TokenNames(tokenizer, as_ids, sampling.skip_special_tokens),
+        n=n,
+        num_top=num_top,
+        limit_field=limit.field,
+        streams=bool(body.stream),
+        priority=body.priority or 0,
+        timeout_s=body.timeout or call.timeout_s,
+        cache_salt=cache_salt(body.cache_salt),
+    )
+
+
+def _refuse_unsupported(body: GenerationRequest) -> None:
     """Raises Unsupported, naming the field and the reason."""
     refuse_unsupported_fields(body.model_extra, body.n or 1)
     if body.stream_options is not None and not body.stream:
@@ -57,7 +135,7 @@ def refuse_unsupported(body: GenerationRequest) -> None:
         raise InvalidRequest("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
 
 
-def num_choices(body: GenerationRequest, num_prompts: int = 1) -> int:
+def _num_choices(body: GenerationRequest, num_prompts: int = 1) -> int:
     """`n`, within bounds."""
     n = 1 if body.n is None else body.n
     if n < 1:
@@ -71,15 +149,11 @@ def num_choices(body: GenerationRequest, num_prompts: int = 1) -> int:
     return n
 
 
-async def sampling_params(
-    body: GenerationRequest, service: Service, max_tokens: int | None, logprobs: LogprobCounts
+async def _sampling_params(
+    body: GenerationRequest, engine: AsyncEngine, **more: Any
 ) -> SamplingParams:
-    """What the body asks, over the model's own defaults, over ours.
-
-    Raises InvalidRequest, naming the field; ids are checked against the vocabulary by the engine.
-    `max_tokens` None: up to the end of the context.
-    """
-    defaults = service.engine.model.generation_defaults
+    """What the body asks, over the model's own defaults, over ours; and `more`."""
+    defaults = engine.model.generation_defaults
     given = {name: getattr(body, name) for name in _SAME_NAME}
     fields: dict[str, Any] = {
         **{name: value for name, value in defaults.items() if name in _SAME_NAME},
@@ -87,39 +161,26 @@ async def sampling_params(
     }
     return SamplingParams(
         **fields,
-        max_tokens=max_tokens,
+        **more,
         seed=None if body.seed == -1 else body.seed,
         stop=_stop_strings(body.stop),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         allowed_token_ids=_allowed_ids(body.allowed_token_ids),
         logit_bias=_logit_bias(body.logit_bias or {}),
         repetition_detection=_repetition_detection(body.repetition_detection),
-        bad_words_token_ids=await _bad_words(body.bad_words or [], service.engine.tokenizer),
-        logprobs=logprobs.generated,
-        prompt_logprobs=logprobs.prompt,
+        bad_words_token_ids=await _bad_words(body.bad_words or [], engine.tokenizer),
     )
 
 
-def timeout_header(request: Request) -> float | None:
-    """Seconds in the header `timeout`, for clients that cannot add a field."""
-    text = request.headers.get("timeout")
-    if text is None:
-        return None
-    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) is None or float(text) == 0:
-        raise InvalidRequest("The header timeout must be a number of seconds above 0.")
-    return float(text)
-
-
-def capped_logprobs(count: int | None, service: Service, param: str) -> int | None:
+def capped_logprobs(count: int | None, cap: int, param: str) -> int | None:
     """The count, if within 0 and the cap."""
-    cap = service.config.max_logprobs
     if count is not None and not 0 <= count <= cap:
         raise InvalidRequest(f"{param} must be between 0 and {cap}, not {count}.", param=param)
     return count
 
 
 async def prompt_ids(
-    prompts: Sequence[str | list[int]], body: GenerationRequest, service: Service
+    prompts: Sequence[str | list[int]], body: GenerationRequest, engine: AsyncEngine
 ) -> list[list[int]]:
     """Each prompt as ids; texts with the tokenizer's special tokens unless told otherwise.
 
@@ -127,14 +188,14 @@ async def prompt_ids(
     """
     adds = True if body.add_special_tokens is None else body.add_special_tokens
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await service.engine.tokenizer.encode_all(texts, adds) if texts else ())
+    encoded = iter(await engine.tokenizer.encode_all(texts, adds) if texts else ())
     return [
-        truncated(next(encoded) if isinstance(prompt, str) else prompt, body, service)
+        truncated(next(encoded) if isinstance(prompt, str) else prompt, body, engine)
         for prompt in prompts
     ]
 
 
-def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list[int]:
+def truncated(ids: list[int], body: GenerationRequest, engine: AsyncEngine) -> list[int]:
     """At most `truncate_prompt_tokens` ids; the start is cut off unless `truncation_side` says not.
 
     -1 means as many as the context takes beside one new token.
@@ -143,7 +204,7 @@ def truncated(ids: list[int], body: GenerationRequest, service: Service) -> list
     if limit is None:
         return ids
     if limit == -1:
-        limit = service.engine.model.max_model_len - 1
+        limit = engine.model.max_model_len - 1
     if limit < 1:
         raise InvalidRequest(
             "truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens"
@@ -207,10 +268,3 @@ def cache_salt(salt: str | None) -> str | None:
         f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, none of them @, /, \\ or NUL.",
         param="cache_salt",
     )
-
-
-def completion_limit(value: int | None, minimum: int, param: str) -> int | None:
-    """`max_tokens` under the name the client used."""
-    if value is not None and value < minimum:
-        raise InvalidRequest(f"{param} must be {minimum} or more, not {value}.", param=param)
-    return value

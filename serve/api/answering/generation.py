@@ -10,12 +10,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from serve.api.answering.field_names import fields_named
+from serve.api.answering.parts import Piece, parts_of
 from serve.api.answering.request_size import RequestSize, check_size
 from serve.api.answering.timing import request_metrics
 from serve.api.clients.client import Client
 from serve.api.errors import error_kind
 from serve.api.protocol.common import PromptTokensDetails, RequestMetrics, Usage
 from serve.api.service import Service
+from serve.engine.async_engine import AsyncEngine
 from serve.engine.outputs import RequestOutput
 from serve.engine.public_ids import answer_ids, choice_label
 from serve.errors import (
@@ -96,22 +98,23 @@ class Tally:
 
 
 class Outputs:
-    """The outputs of all choices as they come: an async iterator of (choice index, output).
+    """The outputs of all choices as they come: an async iterator of pieces.
 
     Making one raises what the engine refuses at the door (RequestError, EngineDead); iterating
     starts the generation and raises what goes wrong later (StepFailed, EngineDead). `aclose`, which
     the reader must call, aborts whatever still runs.
     """
 
-    def __init__(self, service: Service, job: Job) -> None:
+    def __init__(self, service: Service, engine: AsyncEngine, job: Job) -> None:
         self._service = service
+        self._engine = engine
         self._job = job
         with fields_named(job.field_names):
             self._prepared = [
-                service.engine.prepare(ids, job.sampling, continues_prompt=job.continues_prompt)
+                engine.prepare(ids, job.sampling, continues_prompt=job.continues_prompt)
                 for ids in job.prompts
             ]
-            check_size(job.size(), service.config, service.engine.ready.max_model_len)
+            check_size(job.size(), service.config, engine.ready.max_model_len)
             streams = [self._generate(index) for index in range(job.num_choices)]
         self._alone = streams[0]  # read directly: this is the path of nearly every request
         self._merged = _merged(streams, self._leader_of) if len(streams) > 1 else None
@@ -130,12 +133,12 @@ class Outputs:
         )
         service.open_requests.members.add(self)
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    def __aiter__(self) -> AsyncIterator[Piece]:
         """Itself: there is one reader."""
         return self
 
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        """The next output of whichever choice has one."""
+    async def __anext__(self) -> Piece:
+        """The next piece of whichever choice has one."""
         if self._unfinished == 0:
             raise StopAsyncIteration
         try:
@@ -153,7 +156,7 @@ class Outputs:
         except ServeError as error:
             self._failure = error
             raise
-        return index, output
+        return index, parts_of(output), output
 
     def goes_by(self, request_id: str) -> bool:
         """Whether this is the answer's id, or the request's from which it was made."""
@@ -161,7 +164,7 @@ class Outputs:
 
     def abort(self) -> None:
         """End it from outside: the reader gets RequestAborted."""
-        self._service.engine.abort({self._label(i) for i in range(self._job.num_choices)})
+        self._engine.abort({self._label(i) for i in range(self._job.num_choices)})
 
     async def aclose(self) -> None:
         """Abort what is unfinished. Does nothing the second time."""
@@ -194,7 +197,7 @@ class Outputs:
         have put it. A prompt within one block is not shared, nor one that is scored.
         """
         first = index - index % self._job.n
-        ready, sampling = self._service.engine.ready, self._job.sampling
+        ready, sampling = self._engine.ready, self._job.sampling
         shares = (
             ready.prefix_caching
             and sampling.prompt_logprobs is None
@@ -205,7 +208,7 @@ class Outputs:
     def _generate(self, index: int) -> Stream:
         prompt, choice = divmod(index, self._job.n)
         seed = self._job.sampling.seed
-        return self._service.engine.begin(
+        return self._engine.begin(
             self._prepared[prompt],
             # Choices differ, and yet each is reproducible.
             seed=(seed + choice) % 2**63 if choice and seed is not None else None,

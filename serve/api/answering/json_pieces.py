@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from serve.api.answering.choices import Choice
 from serve.api.answering.scores import Scores
 
 _PLACE = re.compile('"(prompt_logprobs|logprobs)":null')
@@ -43,12 +44,13 @@ class JsonPieces(Response):
         await send({"type": "http.response.body", "body": b"".join(held)})
 
 
-def with_scores(answer: BaseModel, scores: Sequence[Scores]) -> list[bytes]:
-    """The answer's JSON; with `scores`, they stand where it has null for log-probabilities.
+def with_scores(answer: BaseModel, choices: Sequence[Choice]) -> list[bytes]:
+    """The answer's JSON; the choices' scores stand where it has null for log-probabilities.
 
     A text cannot be taken for the place of one: within texts quotes have a backslash.
     """
     text = answer.model_dump_json(exclude_unset=True)
+    scores = [choice.scores for choice in choices if choice.scores is not None]
     return [piece.encode() for piece in (_filled(text, scores) if scores else [text])]
 
 

@@ -6,21 +6,14 @@ Names are vLLM's. Under another prefix than `vllm:` one of them changes: a histo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
-    Counter,
-    Gauge,
     generate_latest,
 )
-from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
-from serve.api.figures.histogram import Histogram
+from serve.api.figures.registry import Joined, Maker
 from serve.engine.observer import FinishedRequest
 from serve.engine.served_model import ServedModel
 from serve.messages import EngineReady, EngineStats, FinishReason
@@ -38,8 +31,6 @@ INTER_TOKEN_SECONDS = (
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
-LABELS = ("model_name", "engine")
-
 
 class Metrics:
     """What `/metrics` shows, in a registry of its own. Implements EngineObserver."""
@@ -48,55 +39,58 @@ class Metrics:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        self._figures: EngineFigures | None = None  # none before the engine is ready
+        self._registries = [CollectorRegistry()]  # of the process, and one for each engine
+        ProcessCollector(registry=self._registries[0])
+        self._engines: list[EngineFigures] = []  # by number; none before they are ready
 
     def render(self) -> bytes:
         """All figures in Prometheus' text format."""
-        return generate_latest(_WithoutCreated(self._registry))
+        return generate_latest(Joined(self._registries))
 
     def engine_ready(self, ready: EngineReady, model: ServedModel) -> None:
-        """From here on every figure exists; counters with 0."""
-        self._figures = EngineFigures(self._prefix, self._registry, ready, model)
+        """From here on every figure of every engine exists; counters with 0."""
+        for number in range(ready.num_engines):
+            registry = CollectorRegistry()
+            self._registries.append(registry)
+            self._engines.append(EngineFigures(self._prefix, registry, ready, model, engine=number))
 
-    def engine_restarted(self) -> None:
+    def engine_restarted(self, engine: int) -> None:
         """Count it; the figures stay and go on."""
-        self._engine.restarts.inc()
+        self._engines[engine].restarts.inc()
 
     def stepped(self, stats: EngineStats) -> None:
         """Take over the engine's state."""
-        self._engine.stepped(stats)
+        self._engines[stats.engine].stepped(stats)
 
-    def first_token(self, latency_s: float) -> None:
+    def first_token(self, latency_s: float, engine: int) -> None:
         """Once per request."""
-        self._engine.first_token.observe(latency_s)
+        self._engines[engine].first_token.observe(latency_s)
 
-    def inter_token(self, gap_s: float) -> None:
+    def inter_token(self, gap_s: float, engine: int) -> None:
         """Once per later delta."""
-        self._engine.inter_token.observe(gap_s)
+        self._engines[engine].inter_token.observe(gap_s)
 
     def request_finished(self, finished: FinishedRequest) -> None:
         """Once per request."""
-        self._engine.request_finished(finished)
+        self._engines[finished.engine].request_finished(finished)
 
     def client_refused(self, client: str, limit: str) -> None:
-        """One of a client's own limits was reached."""
-        self._engine.client_refused(client, limit)
-
-    @property
-    def _engine(self) -> EngineFigures:
-        assert self._figures is not None, "no engine is ready"
-        return self._figures
+        """One of a client's own limits was reached, before any engine heard of it."""
+        self._engines[0].client_refused(client, limit)
 
 
 class EngineFigures:
     """One engine's metrics: made once, bound to its labels, changed by the methods below."""
 
     def __init__(
-        self, prefix: str, registry: CollectorRegistry, ready: EngineReady, model: ServedModel
+        self,
+        prefix: str,
+        registry: CollectorRegistry,
+        ready: EngineReady,
+        model: ServedModel,
+        engine: int,
     ) -> None:
-        make = _Maker(prefix, registry, model.names[0])
+        make = Maker(prefix, registry, model.names[0], engine)
         lengths = one_two_five(model.max_model_len)
         self._last = EngineStats()
 
@@ -249,54 +243,6 @@ class EngineFigures:
             self._inference.observe(times.finished_time - times.first_scheduled_time)
             if times.first_token_time is not None:
                 self._prefill.observe(times.first_token_time - times.first_scheduled_time)
-
-
-class _Maker:
-    """Makes metrics with the prefix, bound to the engine's labels."""
-
-    def __init__(self, prefix: str, registry: CollectorRegistry, model_name: str) -> None:
-        self._prefix = prefix
-        self._registry = registry
-        self._labels = {"model_name": model_name, "engine": "0"}
-
-    def gauge(self, name: str, text: str, extra: dict[str, str] | None = None) -> Gauge:
-        labels = {**self._labels, **(extra or {})}
-        return Gauge(self._prefix + name, text, list(labels), registry=self._registry).labels(
-            **labels
-        )
-
-    def counter(self, name: str, text: str) -> Counter:
-        return Counter(self._prefix + name, text, LABELS, registry=self._registry).labels(
-            **self._labels
-        )
-
-    def family(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
-        """A counter for each combination of these labels' values, as they come."""
-        family = Counter(self._prefix + name, text, [*LABELS, *labels], registry=self._registry)
-        return partial(family.labels, **self._labels)
-
-    def counters(self, name: str, text: str, label: str, values: Sequence[str]) -> list[Counter]:
-        """One family with one more label; all its values exist from the start."""
-        family = Counter(self._prefix + name, text, [*LABELS, label], registry=self._registry)
-        return [family.labels(**self._labels, **{label: value}) for value in values]
-
-    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(self._prefix + name, text, buckets, self._labels)
-        self._registry.register(histogram)
-        return histogram
-
-
-class _WithoutCreated(Collector):
-    """A registry without the `_created` samples: time stamps that the text format shows as one
-    more gauge per counter and histogram."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
-            yield metric
 
 
 def one_two_five(limit: int) -> list[int]:

@@ -7,22 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve.api.answering.chunks import Envelope
 from serve.api.answering.conversation import conversation_ids
-from serve.api.answering.convert import (
-    LogprobCounts,
-    cache_salt,
-    capped_logprobs,
-    completion_limit,
-    num_choices,
-    refuse_unsupported,
-    sampling_params,
-    truncated,
-)
-from serve.api.answering.endpoint import Endpoint, json_response
-from serve.api.answering.generation import Job
-from serve.api.answering.logprobs import TokenNames
-from serve.api.clients.client import Client
+from serve.api.answering.convert import Limit, LogprobWish, capped_logprobs, truncated, wishes
+from serve.api.answering.endpoint import Call, Endpoint, json_response, openai_caller, rendered
 from serve.api.errors import Unsupported
 from serve.api.openai.chat_answer import ChatAnswer
 from serve.api.openapi import ERROR_RESPONSES, request_body
@@ -38,7 +25,11 @@ def chat_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["generation"], responses=dict(ERROR_RESPONSES))
     body = request_body(ChatCompletionRequest)
     chat = Endpoint(
-        ChatCompletionRequest, CHAT, "chat.completion", "chat.completion.chunk", prepare
+        ChatCompletionRequest,
+        "chat.completion",
+        "chat.completion.chunk",
+        openai_caller(CHAT),
+        prepare,
     )
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=body)
@@ -47,63 +38,40 @@ def chat_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions/render", response_model=RenderedRequest, openapi_extra=body)
     async def render_chat(request: Request) -> Response:
-        (rendered,) = await chat.rendered(request, service)
-        return json_response(rendered)
+        (answer,) = await rendered(chat, request, service)
+        return json_response(answer)
 
     return router
 
 
-async def prepare(
-    body: ChatCompletionRequest, service: Service, envelope: Envelope, client: Client
-) -> ChatAnswer:
+async def prepare(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
     """Validate everything, render and tokenize. Raises RequestError."""
-    refuse_unsupported(body)
     _refuse_tools_and_formats(body)
-    n = num_choices(body)
-    num_top = _top_logprobs(body, service)
-    num_prompt = capped_logprobs(body.prompt_logprobs, service, "prompt_logprobs")
-    counts = LogprobCounts(generated=num_top, prompt=num_prompt)
-    sampling = await sampling_params(body, service, _max_tokens(body), counts)
-    tokenizer = service.engine.tokenizer
-    prompt = await conversation_ids(body.messages, body, tokenizer, service.config)
-    as_ids = bool(body.return_tokens_as_token_ids)
+    field = _limit_field(body)
+    limit = Limit(field, getattr(body, field), least=1)
+    wish = await wishes(body, call, limit, _logprob_wish(body, call))
+    prompt = await conversation_ids(body.messages, body, call.engine.tokenizer, call.service.config)
     return ChatAnswer(
         body=body,
-        job=Job(
-            label=envelope.id,
-            prompts=[truncated(prompt, body, service)],
-            sampling=sampling,
-            n=n,
-            gathers=not body.stream,
-            priority=body.priority or 0,
-            timeout_s=body.timeout,
-            client=client,
-            cache_salt=cache_salt(body.cache_salt),
-            prompt_field="messages",
-            limit_field=_limit_field(body),
-        ),
-        envelope=envelope,
-        names=TokenNames(tokenizer, as_ids, sampling.skip_special_tokens),
-        num_top=num_top,
+        job=wish.job(call, [truncated(prompt, body, call.engine)], "messages"),
+        envelope=call.envelope,
+        names=wish.names,
+        num_top=wish.num_top,
     )
 
 
-def _max_tokens(body: ChatCompletionRequest) -> int | None:
-    """The newer name wins; without either the answer may fill the context."""
-    field = _limit_field(body)
-    return completion_limit(getattr(body, field), 1, field)
-
-
 def _limit_field(body: ChatCompletionRequest) -> str:
+    """The newer name wins; without either the answer may fill the context."""
     newer = body.max_completion_tokens is not None
     return "max_completion_tokens" if newer else "max_tokens"
 
 
-def _top_logprobs(body: ChatCompletionRequest, service: Service) -> int | None:
-    num_top = capped_logprobs(body.top_logprobs, service, "top_logprobs")
+def _logprob_wish(body: ChatCompletionRequest, call: Call) -> LogprobWish:
+    field, cap = "top_logprobs", call.service.config.max_logprobs
+    num_top = capped_logprobs(body.top_logprobs, cap, field)
     if num_top and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
-    return (num_top or 0) if body.logprobs else None
+        raise InvalidRequest("top_logprobs needs logprobs: true.", param=field)
+    return LogprobWish(field, (num_top or 0) if body.logprobs else None)
 
 
 def _refuse_tools_and_formats(body: ChatCompletionRequest) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.responses import Response
 
 from serve.api.answering.choices import Choice, in_intervals
 from serve.api.answering.chunks import ChunkWriter, Envelope, text_json
 from serve.api.answering.generation import Job, Outputs, Tally
+from serve.api.answering.json_pieces import JsonPieces, with_scores
 from serve.api.answering.logprobs import ChatLogprobsWriter, TokenNames
+from serve.api.answering.parts import Part, text_of
 from serve.api.answering.scores import ChatScores, Scores
-from serve.api.answering.streaming import DONE
+from serve.api.answering.streaming import DONE, error_event
 from serve.api.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -32,6 +36,15 @@ class ChatAnswer:
     names: TokenNames
     num_top: int | None  # `top_logprobs`, if logprobs are wanted
 
+    @property
+    def streams(self) -> bool:
+        """Whether it is sent while it is made."""
+        return bool(self.body.stream)
+
+    def field_names(self) -> Mapping[str, str]:
+        """The job's fields are called as they are."""
+        return {}
+
     def scores(self) -> list[Scores]:
         """What writes the choices' log-probabilities; the first writes the prompt's."""
         names = None if self.body.prompt_logprobs is None else self.names
@@ -41,8 +54,16 @@ class ChatAnswer:
         others = (ChatScores(self.logprobs_writer(), None) for _ in range(1, self.job.n))
         return [first, *others]
 
-    def whole(self, choices: Sequence[Choice], tally: Tally) -> ChatCompletion:
-        """The answer without streaming, and without its log-probabilities."""
+    async def whole(self, choices: Sequence[Choice], tally: Tally) -> Response:
+        """The answer without streaming."""
+        return JsonPieces(with_scores(self._completion(choices, tally), choices))
+
+    def error_event(self, error: Exception) -> bytes:
+        """The end of a stream in which something went wrong."""
+        return error_event(error)
+
+    def _completion(self, choices: Sequence[Choice], tally: Tally) -> ChatCompletion:
+        """The answer without its log-probabilities."""
         extras: dict[str, Any] = {}
         if self.body.prompt_logprobs is not None:
             extras["prompt_logprobs"] = None
@@ -81,8 +102,8 @@ class ChatAnswer:
             self.envelope, body.stream_options, outputs.tally, tells_metrics=body.return_metrics
         )
         choices = [_ChoiceStream(self, index, chunks) for index in range(self.job.num_choices)]
-        async for index, output in in_intervals(outputs, body.stream_interval):
-            if event := choices[index].events(output):
+        async for index, parts, output in in_intervals(outputs, body.stream_interval):
+            if event := choices[index].events(parts, output):
                 yield event
         yield chunks.figures_chunk() + DONE
 
@@ -98,10 +119,10 @@ class _ChoiceStream:
         self._begun = False
         self._logprobs = answer.logprobs_writer()
 
-    def events(self, output: RequestOutput) -> bytes:
-        """The events an output amounts to; none if there is nothing to say yet."""
+    def events(self, parts: Sequence[Part], output: RequestOutput) -> bytes:
+        """The events a piece amounts to; none if there is nothing to say yet."""
         events = b""
-        if payload := self._payload(output):
+        if payload := self._payload(parts, output):
             events = self._chunks.chunk(self._index, payload)
         if output.finish_reason is not None:
             events += self._chunks.last_chunk(
@@ -116,14 +137,14 @@ class _ChoiceStream:
         ids = f',"prompt_token_ids":{self._prompt_ids}' if self._gives_ids else ""
         return f'"delta":{{"role":"assistant","content":""}},"logprobs":null{ids}'
 
-    def _payload(self, output: RequestOutput) -> str:
+    def _payload(self, parts: Sequence[Part], output: RequestOutput) -> str:
         logprobs, ids = "null", ""
         if self._logprobs is not None and output.logprobs:
             logprobs = json.dumps(
                 self._logprobs.generated(output.logprobs, hides_last=output.hides_last)
             )
-        elif not output.text and not (self._gives_ids and output.token_ids):
+        elif not parts and not (self._gives_ids and output.token_ids):
             return ""
         if self._gives_ids:
             ids = f',"token_ids":{output.token_ids}'
-        return f'"delta":{{"content":{text_json(output.text)}}},"logprobs":{logprobs}{ids}'
+        return f'"delta":{{"content":{text_json(text_of(parts))}}},"logprobs":{logprobs}{ids}'

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.responses import Response
 
 from serve.api.answering.choices import Choice, in_intervals
 from serve.api.answering.chunks import ChunkWriter, Envelope, text_json
 from serve.api.answering.generation import Job, Outputs, Tally
+from serve.api.answering.json_pieces import JsonPieces, with_scores
 from serve.api.answering.logprobs import CompletionLogprobsWriter, TokenNames
+from serve.api.answering.parts import Part, text_of
 from serve.api.answering.scores import CompletionScores, Scores
-from serve.api.answering.streaming import DONE
+from serve.api.answering.streaming import DONE, error_event
 from serve.api.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -30,6 +34,15 @@ class CompletionAnswer:
     envelope: Envelope
     names: TokenNames
     echoed: list[str] | None  # each prompt's text, if the answer repeats it
+
+    @property
+    def streams(self) -> bool:
+        """Whether it is sent while it is made."""
+        return bool(self.body.stream)
+
+    def field_names(self) -> Mapping[str, str]:
+        """The job's fields are called as they are."""
+        return {}
 
     def prompt_of(self, index: int) -> list[int]:
         """The prompt ids of a choice."""
@@ -58,8 +71,16 @@ class CompletionAnswer:
         echoed = self.prompt_of(index) if self.echoed is not None else None
         return CompletionScores(writer, names, echoed)
 
-    def whole(self, choices: Sequence[Choice], tally: Tally) -> Completion:
-        """The answer without streaming, and without its log-probabilities."""
+    async def whole(self, choices: Sequence[Choice], tally: Tally) -> Response:
+        """The answer without streaming."""
+        return JsonPieces(with_scores(self._completion(choices, tally), choices))
+
+    def error_event(self, error: Exception) -> bytes:
+        """The end of a stream in which something went wrong."""
+        return error_event(error)
+
+    def _completion(self, choices: Sequence[Choice], tally: Tally) -> Completion:
+        """The answer without its log-probabilities."""
         extras: dict[str, Any] = {}
         if self.body.return_metrics:
             extras["metrics"] = tally.metrics()
@@ -93,10 +114,10 @@ class CompletionAnswer:
             self.envelope, body.stream_options, outputs.tally, tells_metrics=body.return_metrics
         )
         choices = [_ChoiceStream(self, index) for index in range(self.job.num_choices)]
-        async for index, output in in_intervals(outputs, body.stream_interval):
+        async for index, parts, output in in_intervals(outputs, body.stream_interval):
             if choices[index].echo_scores is not None:
                 await choices[index].note(output)
-            payload = choices[index].payload(output)
+            payload = choices[index].payload(parts, output)
             if output.finish_reason is not None:
                 yield chunks.last_chunk(index, payload, output.finish_reason, output.stop_reason)
             elif payload:
@@ -123,12 +144,12 @@ class _ChoiceStream:
         assert self.echo_scores is not None
         await self.echo_scores.add(output)
 
-    def payload(self, output: RequestOutput) -> str:
+    def payload(self, parts: Sequence[Part], output: RequestOutput) -> str:
         """The chunk's fields as JSON text; empty if there is nothing to say yet."""
         if not output.token_ids and output.finish_reason is None:
             return ""
         begins, self._begun = not self._begun, True
-        text = self._echo + output.text if begins else output.text
+        text = self._echo + text_of(parts) if begins else text_of(parts)
         if not (text or output.finish_reason or self._writer or self._gives_ids):
             return ""
         logprobs = "null"

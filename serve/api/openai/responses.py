@@ -36,8 +36,7 @@ def responses_routes(service: Service) -> APIRouter:
         openapi_extra=request_body(ResponsesRequest),
     )
     async def create_response(request: Request) -> Response:
-        body = await read_body(request, ResponsesRequest, service.config.max_request_bytes)
-        return await responses.create(request, body)
+        return await responses.create(request)
 
     @router.post("/v1/responses/input_tokens", openapi_extra=request_body(ResponsesRequest))
     async def count_input_tokens(request: Request) -> InputTokens:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from serve.api.answering.choices import Choice
+from serve.api.answering.parts import whole_parts
 from serve.api.errors import error_info
 from serve.api.openai.chat_answer import ChatAnswer
 from serve.api.openai.response_store import StoredItem
@@ -45,13 +46,15 @@ class ResponseWriter:
         return self.body.store is not False
 
     def whole(self, choice: Choice, usage: Usage) -> ResponsesAnswer:
-        """The answer, now that it is over."""
+        """The answer, now that it is over. With log-probabilities that takes a while: not for the
+        event loop."""
         cut = choice.finish_reason is FinishReason.LENGTH
         status: Literal["incomplete", "completed"] = "incomplete" if cut else "completed"
         logprobs: list[dict[str, Any]] = []
         if (writer := self.chat.logprobs_writer()) is not None:
             logprobs = writer.generated(choice.logprobs, hides_last=choice.hides_last)["content"]
-        item = self.item(status, [OutputText(text=choice.text, logprobs=logprobs)])
+        content = [OutputText(text=p.text, logprobs=logprobs) for p in whole_parts(choice.parts)]
+        item = self.item(status, content)
         return self.answer(status, [item], usage)
 
     def item(self, status: ItemStatus, content: list[OutputText]) -> OutputMessage:

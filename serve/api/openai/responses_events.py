@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
 
 from serve.api.answering.choices import Choice
 from serve.api.answering.chunks import text_json
 from serve.api.answering.generation import Outputs
+from serve.api.answering.parts import text_of
 from serve.api.answering.streaming import named_event
 from serve.api.openai.response_store import StoredResponse
 from serve.api.openai.responses_answer import ResponseWriter
+from serve.api.protocol.common import Usage
 from serve.api.protocol.responses import OutputText, ResponsesAnswer
 from serve.errors import InvalidRequest
+
+T = TypeVar("T")
 
 _DELTA = "response.output_text.delta"
 _CUTS = "I"  # characters, then entries of logprobs, of each piece
@@ -90,45 +95,48 @@ class _Events:
 class ResponseEvents:
     """The events of an answer that is being made.
 
-    `keep` is told the whole answer and how it was cut before the last event.
+    `finish` makes the whole answer and keeps it, with how it was cut, before the last event.
     """
 
     def __init__(
         self,
         writer: ResponseWriter,
-        outputs: Outputs,
-        keep: Callable[[ResponsesAnswer, bytes], object],
+        finish: Callable[[Choice, Usage, bytes], Awaitable[ResponsesAnswer]],
     ) -> None:
         self._writer = writer
-        self._outputs = outputs
-        self._keep = keep
+        self._finish = finish
         self._events = _Events(writer.item_id)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
         """From `response.created` to `response.completed` or `response.incomplete`."""
         writer, write = self._writer, self._events
         for event in write.head(writer.answer("in_progress", []).model_dump()):
             yield event
         choice, cuts = Choice(), array(_CUTS)
         logprobs = writer.chat.logprobs_writer()
-        async for _, output in self._outputs:
-            choice.add(output)
+        async for _, parts, output in outputs:
+            choice.add(parts, output)
+            text = text_of(parts)
             if logprobs is not None and output.logprobs:
                 scored = logprobs.generated(output.logprobs, hides_last=output.hides_last)
                 entries = scored["content"]
-                cuts.extend((len(output.text), len(entries)))
-                yield write.scored_delta(output.text, entries)
-            elif output.text:
-                cuts.extend((len(output.text), 0))
-                yield write.delta(output.text)
-        whole = writer.whole(choice, self._outputs.tally.usage())
-        self._keep(whole, cuts.tobytes())
-        for event in write.tail(whole.model_dump()):
+                cuts.extend((len(text), len(entries)))
+                yield write.scored_delta(text, entries)
+            elif text:
+                cuts.extend((len(text), 0))
+                yield write.delta(text)
+        whole = await self._finish(choice, outputs.tally.usage(), cuts.tobytes())
+        for event in await aside(choice, lambda: write.tail(whole.model_dump())):
             yield event
 
-    def failed(self, error: Exception) -> bytes:
+    def error_event(self, error: Exception) -> bytes:
         """The event that ends a stream in which something went wrong."""
         return self._events.end(self._writer.failed(error).model_dump())
+
+
+async def aside(choice: Choice, write: Callable[[], T]) -> T:
+    """What `write` makes of a choice, off the event loop if log-probabilities make that slow."""
+    return await asyncio.to_thread(write) if choice.logprobs else write()
 
 
 def replayed(response: StoredResponse, starting_after: int | None) -> Iterator[bytes]:

@@ -5,34 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.api.answering.choices import collect
-from serve.api.answering.chunks import Envelope, new_envelope
-from serve.api.answering.convert import timeout_header
+from serve.api.answering.choices import Choice
+from serve.api.answering.chunks import new_envelope
+from serve.api.answering.endpoint import Call, Caller, Endpoint, whole
 from serve.api.answering.field_names import fields_named
-from serve.api.answering.generation import Outputs
-from serve.api.answering.streaming import EventStream, unless_gone
+from serve.api.answering.generation import Outputs, Tally
+from serve.api.answering.scores import Scores
 from serve.api.clients.client import Client
 from serve.api.errors import misfits_refused
 from serve.api.openai import chat
-from serve.api.openai.chat_answer import ChatAnswer
 from serve.api.openai.response_store import (
     BackgroundResponses,
     ResponseStore,
-    StoredItem,
     StoredResponse,
 )
 from serve.api.openai.responses_answer import ResponseWriter
-from serve.api.openai.responses_events import ResponseEvents, replayed
+from serve.api.openai.responses_events import ResponseEvents, aside, replayed
 from serve.api.openai.responses_items import Conversation, item_fields, said_item
 from serve.api.openai.responses_request import chat_request, field_names, refuse_unsupported
 from serve.api.openai.truncation import drop_oldest
-from serve.api.protocol.chat import ChatCompletionRequest
+from serve.api.protocol.common import Usage
 from serve.api.protocol.responses import (
     InputItems,
     ItemOrder,
@@ -53,34 +50,27 @@ class Responses:
         self._service = service
         self._store = ResponseStore(service.config)
         self._background = BackgroundResponses(service.config.max_background_responses)
+        self._endpoint = Endpoint(ResponsesRequest, "response", "response", _caller, self._prepare)
 
-    async def create(self, request: Request, body: ResponsesRequest) -> Response:
+    async def create(self, request: Request) -> Response:
         """Answer a request, or begin to. Raises RequestError and EngineError."""
+        body = await self._endpoint.read(request, self._service)
         if body.background:
             self._background.check_room()
-        writer, outputs = await self._begin(request, body)
-        if body.stream:
-
-            def keep(answer: ResponsesAnswer, cuts: bytes) -> None:
-                self._keep(writer, answer, cuts)
-
-            stream = ResponseEvents(writer, outputs, keep)
-            return EventStream(stream.events(), outputs, error_event=stream.failed)
-        if body.background:
-            begun = writer.answer("in_progress", []).model_dump_json().encode()
-            work = self._finish_later(writer, outputs)
-            self._background.start(
-                writer.response_id, StoredResponse(writer.given, (), begun), work
-            )
-            return _answered(begun)
-        return _answered(await unless_gone(request, self._finish(writer, outputs)))
+        if not body.background:
+            return await self._endpoint.answer(request, self._service, body)
+        answer, outputs = await self._endpoint.begin(request, self._service, body)
+        writer = answer.writer
+        begun = writer.answer("in_progress", []).model_dump_json().encode()
+        stored = StoredResponse(writer.given, (), begun)
+        self._background.start(writer.response_id, stored, _finish_later(answer, outputs))
+        return _json(begun)
 
     async def num_input_tokens(self, body: ResponsesRequest) -> int:
         """How long the input is that the request would have. Raises RequestError."""
-        envelope = new_envelope(self._service, body.model, "response", RESPONSE)
-        wish = self._wish(body)
-        with fields_named(wish.field_names):
-            answer = await wish.prepared(self._service, envelope, Client())
+        engine = self._service.engine_for(body.model)
+        envelope = new_envelope(engine, body.model, "response", RESPONSE)
+        answer = await self._prepare(body, Call(self._service, engine, envelope, Client()))
         return len(answer.job.prompts[0])
 
     def find(self, response_id: str) -> StoredResponse:
@@ -134,73 +124,87 @@ class Responses:
             await self._background.cancel(response_id)
         self._store.delete(response_id)
 
-    async def _begin(
-        self, request: Request, body: ResponsesRequest
-    ) -> tuple[ResponseWriter, Outputs]:
-        service = self._service
-        envelope = new_envelope(service, body.model, "response", RESPONSE + uuid.uuid4().hex)
-        client = service.client_of(request, body.user)
-        wish = self._wish(body)
-        wish.asked.timeout = timeout_header(request)
-        with fields_named(wish.field_names):
-            answer = await wish.prepared(service, envelope, client)
-            outputs = Outputs(service, answer.job)
-        return ResponseWriter(body, answer, wish.given, MESSAGE + uuid.uuid4().hex), outputs
-
-    def _wish(self, body: ResponsesRequest) -> _Wish:
+    async def _prepare(self, body: ResponsesRequest, call: Call) -> _Answer:
+        """Ready to run. Raises RequestError."""
+        config = call.service.config
         refuse_unsupported(body)
-        conversation = Conversation(body, self._store, self._service.config.max_request_bytes)
+        conversation = Conversation(body, self._store, config.max_request_bytes)
         with fields_named(lambda: {"messages": "input"}), misfits_refused():
             asked = chat_request(body, conversation.messages)
         paths = [*(["instructions"] if body.instructions else []), *conversation.paths]
-        return _Wish(body, asked, paths, tuple(conversation.items))
-
-    async def _finish(self, writer: ResponseWriter, outputs: Outputs) -> bytes:
-        (choice,) = await collect(outputs)
-        return self._keep(writer, writer.whole(choice, outputs.tally.usage()))
-
-    async def _finish_later(self, writer: ResponseWriter, outputs: Outputs) -> None:
-        """`_finish` with nobody waiting: how it ends is kept, whatever happens."""
-        try:
-            await self._finish(writer, outputs)
-        except asyncio.CancelledError:
-            self._keep(writer, writer.answer("cancelled", []))
-        except ServeError as error:
-            self._keep(writer, writer.failed(error))
-        except Exception as error:
-            logger.exception("a background response failed")
-            self._keep(writer, writer.failed(error))
-
-    def _keep(
-        self, writer: ResponseWriter, answer: ResponsesAnswer, cuts: bytes | None = None
-    ) -> bytes:
-        """The answer as JSON, which is also what is stored."""
-        raw = answer.model_dump_json().encode()
-        if writer.stores:
-            said = tuple(said_item(message) for message in answer.output)
-            self._store.put(answer.id, StoredResponse(writer.given, said, raw, cuts))
-        return raw
+        with fields_named(lambda: field_names(asked, paths)):
+            if body.truncation == "auto":
+                kept = await drop_oldest(asked, call.engine, config)
+                paths[:] = [paths[i] for i in kept]
+            answer = await chat.prepare(asked, call)
+        item_id = MESSAGE + uuid.uuid4().hex
+        writer = ResponseWriter(body, answer, tuple(conversation.items), item_id)
+        return _Answer(writer, paths, self._store)
 
 
-@dataclass(slots=True)
-class _Wish:
-    """A request in the chat path's words; `paths` says where each of its messages stands."""
+class _Answer:
+    """A request, ready to run, to be answered and to be kept. `paths` says where each of its
+    messages stands."""
 
-    body: ResponsesRequest
-    asked: ChatCompletionRequest
-    paths: list[str]
-    given: tuple[StoredItem, ...]
-
-    async def prepared(self, service: Service, envelope: Envelope, client: Client) -> ChatAnswer:
-        """Ready to run. Raises RequestError."""
-        if self.body.truncation == "auto":
-            self.paths = [self.paths[i] for i in await drop_oldest(self.asked, service)]
-        return await chat.prepare(self.asked, service, envelope, client)
+    def __init__(self, writer: ResponseWriter, paths: list[str], store: ResponseStore) -> None:
+        self.writer = writer
+        self.job = writer.chat.job
+        self.streams = bool(writer.body.stream)
+        self._paths = paths
+        self._store = store
+        events = ResponseEvents(writer, self._finish)
+        self.events, self.error_event = events.events, events.error_event
 
     def field_names(self) -> dict[str, str]:
         """What the chat path's words are called in the request."""
-        return field_names(self.asked, self.paths)
+        return field_names(self.writer.chat.body, self._paths)
+
+    def scores(self) -> list[Scores]:
+        """None: the choice keeps its log-probabilities, since they are stored as well."""
+        return []
+
+    async def whole(self, choices: Sequence[Choice], tally: Tally) -> Response:
+        """The answer in one piece."""
+        (choice,) = choices
+        answer = await aside(choice, lambda: self.writer.whole(choice, tally.usage()))
+        return _json(self.keep(answer, await aside(choice, lambda: _dumped(answer))))
+
+    async def _finish(self, choice: Choice, usage: Usage, cuts: bytes) -> ResponsesAnswer:
+        answer = await aside(choice, lambda: self.writer.whole(choice, usage))
+        self.keep(answer, await aside(choice, lambda: _dumped(answer)), cuts)
+        return answer
+
+    def keep(self, answer: ResponsesAnswer, raw: bytes, cuts: bytes | None = None) -> bytes:
+        """Store the answer, if it is to be, as its JSON, which is also what is returned."""
+        if self.writer.stores:
+            said = tuple(said_item(message) for message in answer.output)
+            self._store.put(answer.id, StoredResponse(self.writer.given, said, raw, cuts))
+        return raw
 
 
-def _answered(answer: bytes) -> Response:
+async def _finish_later(answer: _Answer, outputs: Outputs) -> None:
+    """`whole` with nobody waiting: how it ends is kept, whatever happens."""
+    writer = answer.writer
+    try:
+        await whole(answer, outputs)
+        return
+    except asyncio.CancelledError:
+        end = writer.answer("cancelled", [])
+    except ServeError as error:
+        end = writer.failed(error)
+    except Exception as error:
+        logger.exception("a background response failed")
+        end = writer.failed(error)
+    answer.keep(end, _dumped(end))
+
+
+def _caller(body: ResponsesRequest, request: Request) -> Caller:
+    return Caller(body.model, bool(body.stream), body.user, RESPONSE + uuid.uuid4().hex)
+
+
+def _dumped(answer: ResponsesAnswer) -> bytes:
+    return answer.model_dump_json().encode()
+
+
+def _json(answer: bytes) -> Response:
     return Response(answer, media_type="application/json")

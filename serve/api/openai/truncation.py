@@ -10,24 +10,28 @@ from collections.abc import Sequence
 
 from serve.api.answering.conversation import conversation_ids
 from serve.api.protocol.chat import ChatCompletionRequest, Message
-from serve.api.service import Service
+from serve.config import ServerConfig
+from serve.engine.async_engine import AsyncEngine
 from serve.engine.request_limits import most_tokens
 from serve.errors import InvalidRequest, PromptTooLong
+from serve.text.tokenizer import Tokenizer
 
 MAX_ROOM = 1024
 """Tokens that an answer of no stated length finds at least, unless that is more than a quarter of
 what there is."""
 
 
-async def drop_oldest(asked: ChatCompletionRequest, service: Service) -> list[int]:
+async def drop_oldest(
+    asked: ChatCompletionRequest, engine: AsyncEngine, config: ServerConfig
+) -> list[int]:
     """Drop what must go for the answer to have its room; the indices of the messages that stayed.
 
     What does not fit even then stays, to be refused by whoever checks it. Raises InvalidRequest.
     """
     messages = list(asked.messages)
-    limit = most_tokens(service.engine.ready)
+    limit = most_tokens(engine.ready)
     room = asked.max_tokens or min(MAX_ROOM, limit // 4)
-    fitting = _Fitting(asked, service, limit - room)
+    fitting = _Fitting(asked, engine.tokenizer, config, limit - room)
     if await fitting.begins_at(0) is not None:
         return list(range(len(messages)))
     starts = [i for i in range(len(messages)) if _can_begin(messages, i)]
@@ -46,9 +50,16 @@ async def drop_oldest(asked: ChatCompletionRequest, service: Service) -> list[in
 class _Fitting:
     """Tells what beginnings leave the answer its room."""
 
-    def __init__(self, asked: ChatCompletionRequest, service: Service, max_tokens: int) -> None:
+    def __init__(
+        self,
+        asked: ChatCompletionRequest,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        max_tokens: int,
+    ) -> None:
         self._asked = asked
-        self._service = service
+        self._tokenizer = tokenizer
+        self._config = config
         self._max_tokens = max_tokens
         self._messages = list(asked.messages)
 
@@ -66,9 +77,8 @@ class _Fitting:
 
     async def _fits(self, start: int) -> bool:
         kept = [self._messages[i] for i in _kept(self._messages, start)]
-        tokenizer, config = self._service.engine.tokenizer, self._service.config
         try:
-            ids = await conversation_ids(kept, self._asked, tokenizer, config)
+            ids = await conversation_ids(kept, self._asked, self._tokenizer, self._config)
         except PromptTooLong:
             return False
         return len(ids) <= self._max_tokens

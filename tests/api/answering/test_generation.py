@@ -100,7 +100,7 @@ def job(num_prompts: int = 1, n: int = 1, seed: int | None = None) -> Job:
 async def test_choices_are_put_together_each_from_its_own_stream() -> None:
     service = service_of(spelled("abc"), spelled("de"), spelled(""), spelled("fghi"))
 
-    outputs = Outputs(service, job(num_prompts=2, n=2))
+    outputs = Outputs(service, service.engine, job(num_prompts=2, n=2))
     choices = await collect(outputs)
 
     usage = outputs.tally.usage()
@@ -117,7 +117,7 @@ async def test_cached_tokens_count_once_per_prompt() -> None:
     ends = [output("", 0, FinishReason.STOP, num_cached_tokens=c) for c in (5, 7, 1, 2)]
     service = service_of(*[[end] for end in ends])
 
-    outputs = Outputs(service, job(num_prompts=2, n=2))
+    outputs = Outputs(service, service.engine, job(num_prompts=2, n=2))
     await collect(outputs)
 
     assert outputs.tally.usage().prompt_tokens_details.cached_tokens == 5 + 1
@@ -129,7 +129,7 @@ async def test_a_failure_ends_everything(num_prompts: int) -> None:
     service = service_of([output("a", 1), failed], [None], [output("b", 1), None])
 
     with pytest.raises(StepFailed, match="it broke"):
-        await collect(Outputs(service, job(num_prompts)))
+        await collect(Outputs(service, service.engine, job(num_prompts)))
 
     assert service.open_requests.count == service.engine.num_open == 0
 
@@ -138,12 +138,12 @@ async def test_a_failure_ends_everything(num_prompts: int) -> None:
 async def test_what_the_engine_raises_is_raised(num_prompts: int) -> None:
     service = service_of([EngineDead("gone")], [None])
     with pytest.raises(EngineDead, match="gone"):
-        await collect(Outputs(service, job(num_prompts)))
+        await collect(Outputs(service, service.engine, job(num_prompts)))
     assert service.engine.num_open == 0
 
     shutting_down = service_of([output("", 0, FinishReason.ABORT)])
     with pytest.raises(EngineDead, match="shutting down"):
-        await collect(Outputs(shutting_down, job()))
+        await collect(Outputs(shutting_down, shutting_down.engine, job()))
 
 
 def test_a_refusal_comes_before_anything_is_started() -> None:
@@ -151,7 +151,7 @@ def test_a_refusal_comes_before_anything_is_started() -> None:
     service.engine.refuses = PromptTooLong("too long")
 
     with pytest.raises(PromptTooLong):
-        Outputs(service, job())
+        Outputs(service, service.engine, job())
 
     assert service.open_requests.count == 0
 
@@ -159,7 +159,7 @@ def test_a_refusal_comes_before_anything_is_started() -> None:
 @pytest.mark.parametrize("num_prompts", [1, 3])
 async def test_cancelling_the_reader_ends_the_streams(num_prompts: int) -> None:
     service = service_of(*[[output("a", 1), None]] * num_prompts)
-    task = asyncio.create_task(collect(Outputs(service, job(num_prompts))))
+    task = asyncio.create_task(collect(Outputs(service, service.engine, job(num_prompts))))
     while service.engine.num_open < num_prompts:
         await asyncio.sleep(0)
 
@@ -172,7 +172,7 @@ async def test_cancelling_the_reader_ends_the_streams(num_prompts: int) -> None:
 async def test_closing_twice_or_before_reading_is_fine() -> None:
     for num_prompts in (1, 2):
         service = service_of([None], [None])
-        outputs = Outputs(service, job(num_prompts))
+        outputs = Outputs(service, service.engine, job(num_prompts))
         assert service.open_requests.count == 1
         await outputs.aclose()
         await outputs.aclose()
@@ -182,7 +182,7 @@ async def test_closing_twice_or_before_reading_is_fine() -> None:
 async def test_only_later_choices_have_their_seed_moved() -> None:
     service = service_of(*[spelled("")] * 4)
 
-    await collect(Outputs(service, job(num_prompts=2, n=2, seed=2**63 - 1)))
+    await collect(Outputs(service, service.engine, job(num_prompts=2, n=2, seed=2**63 - 1)))
 
     assert [s.seed for _, s, _ in service.engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
 
@@ -218,7 +218,9 @@ async def test_choices_wait_until_the_first_of_their_prompt_has_computed_it(
     engine = Steered([spelled(text) for text in ("ab", "c", "de", "f")], ready=ready)
     service: Any = FakeService(engine)
     prompts = [[1] * prompt_len, [2] * prompt_len]
-    task = asyncio.create_task(collect(Outputs(service, Job("job", prompts, sampling, n=2))))
+    task = asyncio.create_task(
+        collect(Outputs(service, service.engine, Job("job", prompts, sampling, n=2)))
+    )
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -235,6 +237,8 @@ async def test_the_failure_of_a_first_choice_does_not_leave_others_waiting() -> 
     service: Any = FakeService(FakeEngine([[EngineDead("gone")], [None]], ready=ready))
 
     with pytest.raises(EngineDead, match="gone"):
-        await collect(Outputs(service, Job("job", [[1] * 20], SamplingParams(), n=2)))
+        await collect(
+            Outputs(service, service.engine, Job("job", [[1] * 20], SamplingParams(), n=2))
+        )
 
     assert service.open_requests.count == service.engine.num_open == 0

@@ -185,9 +185,9 @@ def test_met_05_usage_is_the_share_that_live_requests_hold(metrics: Metrics) -> 
 
 
 def test_met_02_a_finished_request_is_observed_once_in_each_span(metrics: Metrics) -> None:
-    metrics.first_token(3.0)
+    metrics.first_token(3.0, 0)
     for gap in (1.0, 1.0, 1.0, 1.0):
-        metrics.inter_token(gap)
+        metrics.inter_token(gap, 0)
     metrics.request_finished(finished())
 
     sums = {
