@@ -7,17 +7,15 @@ Exit codes: 0 a clean end, 1 the server could not start or its engine died, 2 a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
-from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
 from serve import __version__
-from serve.bench.commands import bench_app
 from serve.config import (
     CacheConfig,
     DeviceConfig,
@@ -27,10 +25,11 @@ from serve.config import (
     ServerConfig,
 )
 from serve.errors import ConfigError, EngineDead
-from serve.flags import flags
+from serve.flags import HELP_PAGE, flags
 from serve.plan.settings import PlanConfig
-from serve.settings_file import read_yaml
-from serve.simulate.flags import comparison, simulate
+
+Parse = Callable[[Sequence[str]], "partial[int]"]
+"""A command line → the call it asks for."""
 
 _DESCRIPTION = """An LLM server that speaks OpenAI's API.
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = sys.argv[1:] if argv is None else list(argv)
     parse = partial(_parse, _app())
     try:
-        call = comparison(tokens, parse) if tokens[:1] == ["simulate"] else parse(tokens)
+        call = _simulation(tokens, parse) if tokens[:1] == ["simulate"] else parse(tokens)
     except (CycloptsError, ConfigError) as error:
         return _fail(error, exit_code=2)
     try:
@@ -62,6 +61,12 @@ def _parse(app: App, tokens: Sequence[str]) -> partial[int]:
     return partial(command, *bound.args, **bound.kwargs)
 
 
+def _simulation(tokens: Sequence[str], parse: Parse) -> partial[int]:
+    from serve.simulate.flags import comparison
+
+    return comparison(tokens, parse)
+
+
 def _app() -> App:
     app = App(
         name="serve-llm",
@@ -70,13 +75,20 @@ def _app() -> App:
         config=_merge_file,
         result_action=None,
     )
-    # A third of 80 columns, cyclopts' own choice, would break the longest flag in two.
-    names = ColumnSpec(renderer=NameRenderer(max_width=34), max_width=34, style="cyclopts.name")
-    help_page = DefaultFormatter(column_specs=(names, ColumnSpec(renderer=DescriptionRenderer())))
-    app.command(serve, help_formatter=help_page)
-    app.command(plan, help_formatter=help_page)
-    app.command(simulate, help_formatter=help_page)
-    app.command(bench_app(help_page))
+    app.command(serve, help_formatter=HELP_PAGE)
+    app.command(plan, help_formatter=HELP_PAGE)
+    # By name: what these import takes as long as all the rest.
+    app.command(
+        "serve.simulate.flags:simulate",
+        name="simulate",
+        help="Run the scheduler and the cache against a cost model, without a model or a device.",
+        help_formatter=HELP_PAGE,
+    )
+    app.command(
+        "serve.bench.commands:bench",
+        name="bench",
+        help="Measure a server, or the engine without one.",
+    )
     return app
 
 
@@ -135,6 +147,8 @@ def _merge_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollecti
 
 
 def _read_flags(path: Path) -> dict[str, Any]:
+    from serve.settings_file import read_yaml  # late: few command lines have a file
+
     flags = read_yaml(path, "--config")
     if flags is None:
         return {}

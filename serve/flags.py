@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cyclopts import Group, Parameter
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
+
+# A third of 80 columns, cyclopts' own choice, would break the longest flag in two.
+_NAMES = ColumnSpec(renderer=NameRenderer(max_width=34), max_width=34, style="cyclopts.name")
+HELP_PAGE = DefaultFormatter(column_specs=(_NAMES, ColumnSpec(renderer=DescriptionRenderer())))
+"""How a command's --help is laid out."""
 
 
 def flags(title: str, order: int) -> Parameter:

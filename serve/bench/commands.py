@@ -15,16 +15,7 @@ from serve.bench.options import (
     WorkloadOptions,
 )
 from serve.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
-from serve.flags import flags
-
-
-def bench_app(help_formatter: Any) -> App:
-    """`bench` with its three commands, to be mounted under the main command."""
-    app = App(name="bench", help="Measure a server, or the engine without one.")
-    app.command(serve, help_formatter=help_formatter)
-    app.command(throughput, help_formatter=help_formatter)
-    app.command(latency, help_formatter=help_formatter)
-    return app
+from serve.flags import HELP_PAGE, flags
 
 
 def serve(
@@ -71,3 +62,8 @@ def latency(
 def _settings(*sections: Any) -> dict[str, Any]:
     """Config sections as keyword arguments of LLM."""
     return {f.name: getattr(section, f.name) for section in sections for f in fields(section)}
+
+
+bench = App(name="bench", help="Measure a server, or the engine without one.")
+for command in (serve, throughput, latency):
+    bench.command(command, help_formatter=HELP_PAGE)

@@ -96,6 +96,7 @@ def load_transformers_model(
     multiplies in one dtype only, kept in `compute_dtype`. Raises ConfigError."""
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    checkpoint = checkpoint.for_transformers()
     # transformers notes the attention in the config it is given; ours is shared with others.
     config = copy.deepcopy(checkpoint.hf_config)
     # A table of missing and unexpected tensors, which we refuse in one line.
@@ -140,6 +141,7 @@ def measure_transformers_model(checkpoint: Checkpoint) -> MeasuredModel:
     It runs on the meta device, where tensors have shapes and no values. Raises ConfigError for
     what the config tells against it.
     """
+    checkpoint = checkpoint.for_transformers()
     config = copy.deepcopy(checkpoint.hf_config)
     _check_kind(checkpoint)
     dummy = replace(checkpoint, format="dummy", files=())

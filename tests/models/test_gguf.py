@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
+from transformers import AutoConfig
 
 from serve.checkpoint.gguf_header import GGUFArray
 from serve.errors import ConfigError
+from serve.models.families import read_spec
 from serve.models.rope import llama3_frequencies
 from serve.models.spec import Llama3Scaling
 from serve.models.weights.checkpoint import open_checkpoint
 from serve.models.weights.footprint import read_footprint
+from serve.models.weights.gguf_config import as_transformers_config, make_gguf_config
 from serve.models.weights.gguf_file import read_gguf_model
 from tests.checkpoint import gguf_bytes
 from tests.tiny_models import PagedRun, full_logits, load, make_config, make_model, random_tokens
@@ -479,3 +484,50 @@ def test_the_header_reader_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     for name, value in ours.settings.items():
         read = value.read() if isinstance(value, GGUFArray) else value
         assert read == theirs.fields[name].contents()
+
+
+@pytest.mark.parametrize("windowed", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_the_config_says_what_transformers_class_would_say(
+    tmp_path: Path, model_type: str, windowed: bool
+) -> None:
+    values: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"},
+    }
+    if model_type == "gemma3_text":
+        rope = values.pop("rope_parameters")
+        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope}
+        values["query_pre_attn_scalar"] = 16
+    if windowed and model_type != "llama":
+        values["sliding_window"] = 4
+
+    ours = make_gguf_config(tmp_path, model_type, values)
+
+    theirs = as_transformers_config(ours)
+    made_by_them = AutoConfig.for_model(model_type, **values)
+    assert theirs.to_dict() == made_by_them.to_dict()
+    assert {name: getattr(made_by_them, name) for name in vars(ours)} == vars(ours)
+    assert read_spec(ours, tmp_path) == read_spec(made_by_them, tmp_path)
+
+
+def test_a_gguf_models_config_is_made_without_transformers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_model(make_config("llama")), "llama")
+    code = f"""
+import sys
+from pathlib import Path
+from serve.models.registry import read_spec
+from serve.models.weights.checkpoint import open_checkpoint
+read_spec(open_checkpoint(Path({str(tmp_path)!r}) / "m.gguf", "auto").hf_config, Path())
+sys.exit(bool({{"transformers", "torch.distributed.tensor"}} & sys.modules.keys()))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +13,13 @@ from torch import Tensor
 from serve.checkpoint.find import find_gguf
 from serve.errors import ConfigError
 from serve.models.weights import gguf_names, safetensors_files
+from serve.models.weights.gguf_config import (
+    GGUFConfig,
+    as_transformers_config,
+    make_gguf_config,
+)
 from serve.models.weights.gguf_file import load_tensor, read_gguf_model, read_gguf_tensors
-from serve.models.weights.model_config import make_config, read_config
+from serve.models.weights.model_config import read_config
 
 Format = Literal["safetensors", "gguf", "dummy"]
 
@@ -25,7 +30,7 @@ class Checkpoint:
 
     path: Path  # folder or .gguf file, of a split model the first
     format: Format
-    hf_config: Any  # a transformers config object
+    hf_config: Any  # a transformers config object, or a GGUFConfig
     dtype: torch.dtype  # what the weights were published in
     files: tuple[Path, ...]  # empty for dummy
 
@@ -33,6 +38,12 @@ class Checkpoint:
         """All tensors under their Hugging Face names, one in memory at a time."""
         for file in self.files:
             yield from self.tensors_of(file)
+
+    def for_transformers(self) -> Checkpoint:
+        """The same with a config of transformers' own."""
+        if not isinstance(self.hf_config, GGUFConfig):
+            return self
+        return replace(self, hf_config=as_transformers_config(self.hf_config))
 
     def tensor_names(self) -> set[str]:
         """Names of all tensors, read from the files' headers."""
@@ -81,7 +92,7 @@ def _open_gguf(file: Path, load_format: str) -> Checkpoint:
     return Checkpoint(
         path=file,
         format="dummy" if load_format == "dummy" else "gguf",
-        hf_config=make_config(file, model_type, gguf_names.config_values(model)),
+        hf_config=make_gguf_config(file, model_type, gguf_names.config_values(model)),
         # Quantized weights have no dtype of their own; bfloat16 holds their range.
         dtype=torch.float16 if "F16" in kinds else torch.bfloat16,
         files=() if load_format == "dummy" else model.files,

@@ -130,7 +130,7 @@ def least_bytes(
     auto: Any = AutoModelForCausalLM  # it has no types
     try:
         with _META:
-            model = auto.from_config(copy.deepcopy(checkpoint.hf_config))
+            model = auto.from_config(copy.deepcopy(checkpoint.for_transformers().hf_config))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         return 0
     return dtype.itemsize * sum(int(parameter.numel()) for parameter in model.parameters())

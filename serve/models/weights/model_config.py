@@ -5,11 +5,8 @@ a size of zero would otherwise fail far from the file that says it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoConfig
 
 from serve.checkpoint.json_files import read_text
 from serve.checkpoint.sizes import check_sizes
@@ -34,19 +31,12 @@ def read_config(folder: Path) -> Any:
             "the model's unquantized weights or a .gguf file"
         )
     check_sizes(file, content)
+    from transformers import AutoConfig  # takes seconds to import, and .gguf files do without
+
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers' validators raise every kind
         raise _unusable(file, content["model_type"], error) from error
-
-
-def make_config(file: Path, model_type: str, values: Mapping[str, Any]) -> Any:
-    """The config of a model whose settings are in `file` in another form. Raises ConfigError."""
-    check_sizes(file, values)
-    try:
-        return AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers' validators raise every kind
-        raise _unusable(file, model_type, error) from error
 
 
 def _unusable(file: Path, model_type: str, error: Exception) -> ConfigError:
