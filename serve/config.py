@@ -147,58 +147,81 @@ class CacheConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How a setting is one of `SchedulerLimits`: under which name, in which unit (as a multiple of
+    the limit's), and whether it may change while the engine runs."""
+
+    name: str | None = None  # the setting's own
+    unit: float = 1
+    is_live: bool = True
+
+
+def _limit(name: str | None = None, *, unit: float = 1, is_live: bool = True) -> dict[str, Limit]:
+    """The metadata of a setting that is a limit of the scheduler's."""
+    return {"limit": Limit(name, unit, is_live)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What runs in a step."""
+    """What runs in a step. Those with a `_limit` are `SchedulerLimits`, too."""
 
-    max_num_seqs: int = 256
+    max_num_seqs: int = field(default=256, metadata=_limit())
     """Most requests running at once."""
-    max_num_batched_tokens: Count | None = None
+    max_num_batched_tokens: Count | None = field(default=None, metadata=_limit())
     """Token budget of a step; auto: 2048, or 8192 on GPUs of 70 GiB and more, 256 on a CPU, and no
     less than max-num-seqs."""
-    enable_chunked_prefill: bool = True
+    enable_chunked_prefill: bool = field(default=True, metadata=_limit(is_live=False))
     """Split prompts across steps to share the budget with decodes; off: whole prompts only."""
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: int = field(default=0, metadata=_limit())
     """Most prompt tokens one request gets in a step; longer prompts are long. 0: no such limit."""
-    max_num_partial_prefills: int | None = None
+    max_num_partial_prefills: int | None = field(default=None, metadata=_limit())
     """Most prompts that may be begun and not finished at once; default: no limit."""
-    max_long_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = field(default=None, metadata=_limit())
     """Most long ones among them, so that shorter prompts pass by; default: no limit."""
-    fair_prefill: bool = True
+    fair_prefill: bool = field(default=True, metadata=_limit())
     """Let short prompts pass one that has begun and lacks 16 times as many tokens or more; it keeps
     half of each step's prompt tokens. Off: strictly one prompt after the other."""
-    scheduler_delay_factor: float = 0.0
+    scheduler_delay_factor: float = field(default=0.0, metadata=_limit("delay_factor"))
     """Wait this many times the last prompt step's duration before prefilling, to batch prompts."""
-    preemption_mode: Literal["recompute", "swap", "auto"] = "recompute"
+    preemption_mode: Literal["recompute", "swap", "auto"] = field(
+        default="recompute", metadata=_limit()
+    )
     """What happens to a preempted request's KV: dropped, or copied to host memory and back; auto
     takes for each victim what costs less here, as measured."""
     preemption_victim: Literal["last-admitted", "least-progress", "most-blocks", "cheapest"] = (
-        "last-admitted"
+        field(default="last-admitted", metadata=_limit())
     )
     """Which of the least urgent running requests is preempted for its elders."""
-    thrash_guard: bool = True
+    thrash_guard: bool = field(default=True, metadata=_limit())
     """Leave blocks free when letting requests in: more of them after preemptions, and more for
     requests that were preempted before. Off: whatever fits is let in."""
-    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = field(
+        default="fcfs", metadata=_limit("policy")
+    )
     """fcfs: first come, first served; priority: lower priority first, urgent work may preempt;
     fair: clients (by API key if there are several, else by the field user) get equal shares."""
-    priority_aging_time: float = 60.0
+    priority_aging_time: float = field(default=60.0, metadata=_limit("priority_aging_s"))
     """With the priority policy: a request counts as one level more urgent than one that comes so
     many seconds later, so that nothing starves. 0: never."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step before the last one's tokens are known, so that the device never waits for
     Python; auto: on CUDA."""
-    max_num_queued_reqs: int | None = None
+    max_num_queued_reqs: int | None = field(default=None, metadata=_limit())
     """Refuse requests (429) while this many wait that cannot start at once; default: no limit."""
-    max_num_queued_tokens: int | None = None
+    max_num_queued_tokens: int | None = field(default=None, metadata=_limit())
     """Refuse requests (429) whose prompt would make more tokens wait; default: no limit."""
-    target_itl_ms: float | None = None
+    target_itl_ms: float | None = field(default=None, metadata=_limit("target_itl_s", unit=1e-3))
     """Inter-token latency to hold, in ms: prefill gets what measured step times leave of it, but at
     least 16 tokens a step; the log says when they take too long. Default: the whole budget."""
-    step_order: Literal["decode-first", "prefill-first"] = "decode-first"
+    step_order: Literal["decode-first", "prefill-first"] = field(
+        default="decode-first", metadata=_limit()
+    )
     """decode-first: prompts take what decodes leave of a step; prefill-first: no decodes in steps
     that have prompts (the first vLLM's way: better first-token, worse inter-token latency)."""
-    max_queue_time: float | None = None
+    max_queue_time: float | None = field(
+        default=None, metadata=_limit("max_queue_time_s", is_live=False)
+    )
     """Seconds a request may wait for its first step; then it is refused (503). Default: for ever;
     a request's own timeout (field or header) is refused with 504."""
     trace_file: str | None = None

@@ -45,28 +45,10 @@ def core_over(
     worker = executor.start()
     scheduling = config.scheduler
     try:
-        limits = SchedulerLimits(
-            max_num_seqs=scheduling.max_num_seqs,
+        limits = SchedulerLimits.of(
+            scheduling,
             max_num_batched_tokens=worker.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
-            enable_chunked_prefill=scheduling.enable_chunked_prefill,
-            delay_factor=scheduling.scheduler_delay_factor,
-            preemption_mode=scheduling.preemption_mode,
-            preemption_victim=scheduling.preemption_victim,
-            thrash_guard=scheduling.thrash_guard,
-            policy=scheduling.scheduling_policy,
-            priority_aging_s=scheduling.priority_aging_time,
-            long_prefill_token_threshold=scheduling.long_prefill_token_threshold,
-            max_num_partial_prefills=scheduling.max_num_partial_prefills,
-            max_long_partial_prefills=scheduling.max_long_partial_prefills,
-            fair_prefill=scheduling.fair_prefill,
-            max_num_queued_reqs=scheduling.max_num_queued_reqs,
-            max_num_queued_tokens=scheduling.max_num_queued_tokens,
-            max_queue_time_s=scheduling.max_queue_time,
-            target_itl_s=None
-            if scheduling.target_itl_ms is None
-            else scheduling.target_itl_ms / 1000,
-            step_order=scheduling.step_order,
         )
     except ValueError as error:
         executor.close()

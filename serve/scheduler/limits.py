@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+from serve.config import Limit, SchedulerConfig
 
 VictimPolicy = Literal["last-admitted", "least-progress", "most-blocks", "cheapest"]
 """Which of the least urgent running requests makes room."""
@@ -47,6 +51,15 @@ class SchedulerLimits:
                 f"max_model_len is {self.max_model_len}"
             )
 
+    @classmethod
+    def of(
+        cls, config: SchedulerConfig, *, max_num_batched_tokens: int, max_model_len: int
+    ) -> Self:
+        """Those that the settings say, beside what was decided at the start."""
+        values = dict(as_limit(name, getattr(config, name)) for name in SETTINGS)
+        decided = {"max_num_batched_tokens": max_num_batched_tokens}
+        return cls(**{**values, **decided}, max_model_len=max_model_len)
+
     @cached_property
     def max_share(self) -> int:
         """Most tokens one request gets in a step; prompts above it are long.
@@ -61,6 +74,25 @@ class SchedulerLimits:
         if self.max_num_partial_prefills is not None and self.max_num_partial_prefills > 1:
             return max(1, min(self.max_model_len * 4 // 100, self.max_num_batched_tokens))
         return self.max_num_batched_tokens
+
+
+SETTINGS: Mapping[str, Limit] = MappingProxyType(
+    {f.name: f.metadata["limit"] for f in fields(SchedulerConfig) if "limit" in f.metadata}
+)
+"""The settings that are limits, by their flags' names."""
+
+
+def as_limit(setting: str, value: Any) -> tuple[str, Any]:
+    """A setting's value as the limit that it is: its name there, and its value."""
+    limit = SETTINGS[setting]
+    return limit.name or setting, value if limit.unit == 1 or value is None else value * limit.unit
+
+
+def as_setting(setting: str, limits: Mapping[str, Any]) -> Any:
+    """The value of a setting, given all limits by name."""
+    limit = SETTINGS[setting]
+    value = limits[limit.name or setting]
+    return value if limit.unit == 1 or value is None else round(value / limit.unit, 9)
 
 
 def within(count: int, limit: int | None) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.config import Count
-from serve.engine.inspect.settings import LIVE_SETTINGS
+from serve.engine.inspect.settings import settings_of
 from serve.errors import ConfigError
 from serve.simulate.settings import MachineConfig
 
@@ -58,12 +58,8 @@ def _flags(engine: dict[str, Any], kv_bytes_per_token: int) -> dict[str, Any]:
         "swap-space": host_bytes / _GIB if engine["num_host_blocks"] else 0,
         "enable-prefix-caching": engine["enable_prefix_caching"],
         "context-len": limits["max_model_len"],
-        "enable-chunked-prefill": limits["enable_chunked_prefill"],
-        "max-queue-time": limits["max_queue_time_s"],
+        **{name.replace("_", "-"): value for name, value in settings_of(limits).items()},
     }
-    for name, (limit, unit) in LIVE_SETTINGS.items():
-        value = limits[limit]
-        flags[name.replace("_", "-")] = value if unit == 1 or value is None else value / unit
     return {flag: value for flag, value in flags.items() if value is not None}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig
 from serve.engine.build import core_over
 from serve.errors import ConfigError
+from serve.scheduler.limits import SETTINGS, SchedulerLimits, as_limit
 from tests.fakes import VOCAB_SIZE, FakeExecutor, FakeInbox, FakeOutbox
 
 
@@ -31,6 +32,17 @@ def test_what_the_worker_measured_sizes_the_rest() -> None:
     assert limits.max_model_len == ready.max_model_len == 80
     assert (limits.preemption_mode, limits.delay_factor) == ("swap", 0.5)
     assert core.executor is executor
+
+
+def test_every_limit_is_a_setting_or_follows_from_the_model_and_defaults_agree() -> None:
+    names = {as_limit(setting, None)[0] for setting in SETTINGS}
+    assert {f.name for f in fields(SchedulerLimits)} == names | {"max_model_len"}
+    sizes = {"max_num_batched_tokens": 64, "max_model_len": 32}
+    untouched = SchedulerConfig()
+    assert SchedulerLimits.of(untouched, **sizes) == SchedulerLimits(
+        max_num_seqs=untouched.max_num_seqs, **sizes
+    )
+    assert SchedulerLimits.of(SchedulerConfig(target_itl_ms=50), **sizes).target_itl_s == 0.05
 
 
 def test_whole_prompts_that_cannot_fit_a_step_are_a_config_error_with_the_flag() -> None:

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from serve.api.protocol.common import Finite, RequestModel, ResponseModel
+from serve.config import SchedulerConfig
 
 Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
-class SchedulerSettings(RequestModel):
-    """The settings that may change while the server runs, by their flags' names.
+def _json_type(hint: Any) -> Any:
+    """A setting's type as a request spells it; null leaves it as it is."""
+    (kind,) = {*get_args(hint)} - {NoneType} if NoneType in get_args(hint) else (hint,)
+    whole = isinstance(kind, type) and issubclass(kind, int) and kind is not bool
+    return (Count if whole else Finite if kind is float else kind) | None
+
+
+_TYPES = get_type_hints(SchedulerConfig)
+
+SchedulerSettings = create_model(
+    "SchedulerSettings",
+    __base__=RequestModel,
+    __doc__="""The settings that may change while the server runs, by their flags' names.
 
     An answer has them all. A change has some, which hold from the next step on; the others stay as
     they are. The engine knows the bounds of each, and refuses whatever is none of these.
-    """
-
-    max_num_seqs: Count | None = None
-    max_num_batched_tokens: Count | None = None
-    target_itl_ms: Finite | None = None
-    preemption_mode: Literal["recompute", "swap", "auto"] | None = None
-    preemption_victim: (
-        Literal["last-admitted", "least-progress", "most-blocks", "cheapest"] | None
-    ) = None
-    thrash_guard: bool | None = None
-    fair_prefill: bool | None = None
-    scheduling_policy: Literal["fcfs", "priority", "fair"] | None = None
-    priority_aging_time: Finite | None = None
-    step_order: Literal["decode-first", "prefill-first"] | None = None
-    scheduler_delay_factor: Finite | None = None
-    long_prefill_token_threshold: Count | None = None
-    max_num_partial_prefills: Count | None = None
-    max_long_partial_prefills: Count | None = None
-    max_num_queued_reqs: Count | None = None
-    max_num_queued_tokens: Count | None = None
+    """,
+    **{  # type: ignore[call-overload]
+        setting.name: (_json_type(_TYPES[setting.name]), None)
+        for setting in fields(SchedulerConfig)
+        if "limit" in setting.metadata and setting.metadata["limit"].is_live
+    },
+)
 
 
 class SchedulerState(ResponseModel):

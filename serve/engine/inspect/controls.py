@@ -11,12 +11,12 @@ from typing import Any, get_args, get_type_hints
 
 from serve.engine.inspect.explain import explain_requests, scheduler_state
 from serve.engine.inspect.prefix_controls import PrefixControls
-from serve.engine.inspect.settings import LIVE_SETTINGS, as_limit, live_settings
+from serve.engine.inspect.settings import LIVE_SETTINGS, live_settings
 from serve.engine.inspect.step_log import StepLog
 from serve.engine.inspect.trace import trace_lines
 from serve.errors import InvalidRequest
 from serve.messages import Control, ControlResult
-from serve.scheduler.limits import SchedulerLimits
+from serve.scheduler.limits import SchedulerLimits, as_limit
 from serve.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Controls:
         if name not in LIVE_SETTINGS:
             known = ", ".join(LIVE_SETTINGS)
             raise InvalidRequest(f"{name} cannot be changed; {known} can.", param=name)
-        limit, _ = LIVE_SETTINGS[name]
+        limit, _ = as_limit(name, None)
         wanted = get_type_hints(SchedulerLimits)[limit]
         if not _fits(value, wanted):
             raise InvalidRequest(f"{name} cannot be {value!r}; it is {_spell(wanted)}.", param=name)
