@@ -38,7 +38,7 @@ class Admission:
 
     def admit_queued(self, plan: PlanBuilder, now: float, may_start: bool) -> None:
         """Admit while there is budget, a row and room. Nobody overtakes the next in line, unless
-        that one must wait for the end of a long prompt (passing.py)."""
+        that one must wait for the end of a long prompt (policy/passing.py)."""
         while plan.tokens_left and len(self._roster.running) < plan.limits.max_num_seqs:
             request = self.next_in_line(plan)
             if request is None:

@@ -99,8 +99,9 @@ class PlanBuilder:
             self._count_partial(request, 1)
 
     def keep_for(self, request: Request, room: int) -> None:
-        """Keep a long prompt's part of `room` tokens (passing.py) for it until `place_begun`, if it
-        does not end in this step, is the first of that kind and could use more."""
+        """Keep a long prompt's part of `room` tokens (policy/passing.py) for it until
+        `place_begun`, if it does not end in this step, is the first of that kind and could use
+        more."""
         num_lacking = request.num_uncomputed_tokens
         num_kept = min(kept_for_begun(room), self.tokens_left)
         if not self.limits.fair_prefill or self.num_partial:

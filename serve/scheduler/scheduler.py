@@ -196,7 +196,13 @@ class Scheduler:
     def view(self) -> SchedulerView:
         """For others to look in, without changing anything."""
         return SchedulerView(
-            self.limits, self.clock, self.kv, self.roster, self._admission, self._rate
+            self.limits,
+            self.clock,
+            self.roster.requests,
+            self.kv,
+            self.roster,
+            self._admission,
+            self._rate,
         )
 
     def stats(self) -> EngineStats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
@@ -27,17 +27,13 @@ class SchedulerView:
 
     limits: SchedulerLimits
     clock: Callable[[], float]
+    live: Mapping[str, Request]  # all that have not ended, by id
     _kv: KVCacheManager
     _roster: Roster
     _admission: Admission
     _rate: DrainRate
 
     # ------------------------------------------------------------------ requests
-
-    @property
-    def num_live(self) -> int:
-        """Requests that have not ended."""
-        return len(self._roster.requests)
 
     @property
     def num_running(self) -> int:
@@ -48,10 +44,6 @@ class SchedulerView:
     def num_waiting_tokens(self) -> int:
         """Tokens of all that wait."""
         return self._roster.waiting.num_tokens
-
-    def request(self, request_id: str) -> Request | None:
-        """A live request."""
-        return self._roster.requests.get(request_id)
 
     def running(self, at_most: int) -> list[Request]:
         """The first of those that run, in order of service."""
@@ -95,10 +87,11 @@ class SchedulerView:
     def counts(self) -> tuple[int, int, int, int, int]:
         """Requests that run, wait and are swapped out; blocks in use on the device and the host.
         Asked once a step, so in one call, which asks no queue while nobody is queued."""
-        num_queued = self._roster.num_queued
+        num_running = len(self._roster.running)
+        num_queued = len(self.live) - num_running
         num_waiting = len(self._roster.waiting) if num_queued else 0
         return (
-            len(self._roster.running),
+            num_running,
             num_waiting,
             num_queued - num_waiting,
             self._kv.num_blocks_used,

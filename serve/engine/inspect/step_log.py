@@ -117,9 +117,7 @@ class StepLog:
 
     def added(self, message: AddRequest) -> None:
         """The scheduler has queued a request."""
-        request = self._view.request(message.request_id)
-        assert request is not None, message.request_id
-        self.live[message.request_id] = request
+        self.live[message.request_id] = self._view.live[message.request_id]
 
     def aborted(self, request_ids: Iterable[str], reason: FinishReason) -> None:
         """The scheduler has ended these, if it had them, for the front's reason."""
@@ -129,7 +127,7 @@ class StepLog:
 
     def told(self, deltas: Sequence[TokenDelta]) -> None:
         """These deltas came out of the scheduler; some may end requests."""
-        if len(self.live) > self._view.num_live:
+        if len(self.live) > len(self._view.live):
             now = self._clock()
             for delta in deltas:
                 if delta.finish_reason is not None:
@@ -178,7 +176,7 @@ class StepLog:
 
     def _is_queued(self, request_id: str) -> bool:
         """Whether a request whose row was released lives on: then it was preempted."""
-        request = self._view.request(request_id)
+        request = self._view.live.get(request_id)
         return request is not None and request.status is not RequestStatus.RUNNING
 
     def _preempted(self, request_id: str) -> Change:
