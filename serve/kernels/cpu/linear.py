@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from serve.kernels.base import PackedLinear
 from serve.kernels.cpu.library import Library, Linear, as_rows
 from serve.kernels.cpu.panels import Panels, make_panels, quantize_panels
+from serve.kernels.stored import StoredMatrix, stack
 
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
@@ -23,13 +24,13 @@ class LinearPacker:
     def __init__(self, library: Library, quantization: str | None = None) -> None:
         """`quantization`: None keeps every bit of the weights, "int8" rounds them."""
         self._library = library
-        self._make_panels: Callable[[Tensor], Panels] = (
+        self._make_panels: Callable[[StoredMatrix], Panels] = (
             quantize_panels if quantization else partial(make_panels, library)
         )
         self._slab = torch.empty(0, dtype=torch.uint8)  # the rest of the slab last made
 
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        panels = self._make_panels(weight)
+    def __call__(self, parts: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
+        panels = self._make_panels(stack(parts))
         memory = self._take(panels.data.nbytes).view(panels.data.dtype).view(panels.data.shape)
         packed = Panels(panels.storage, panels.out_size, panels.in_size, memory.copy_(panels.data))
         return CpuLinear(self._library, packed, bias)
