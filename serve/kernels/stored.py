@@ -57,9 +57,20 @@ def dequantize(matrix: StoredMatrix) -> Tensor:
     """The values [out, in]: as they are stored, or those that blocks stand for in fp32."""
     if isinstance(matrix, Dense):
         return matrix.weight
-    from gguf.constants import GGMLQuantizationType
-
-    return dequantize_blocks(matrix.data, GGMLQuantizationType[matrix.form]).view(matrix.shape)
+    num_bytes, num_halves = BLOCK_BYTES[matrix.form], _HALVES[matrix.form]
+    blocks = matrix.data.reshape(-1, num_bytes)
+    scale, *offset = blocks[:, : 2 * num_halves].contiguous().view(torch.float16).float().T
+    numbers = blocks[:, 2 * num_halves :]
+    if matrix.form == "Q8_0":
+        values = numbers.contiguous().view(torch.int8).float()
+    else:
+        values = torch.cat([numbers & 15, numbers >> 4], dim=1).float()
+    if matrix.form == "Q4_0":
+        values -= 8
+    values *= scale[:, None]  # exact, so that an offset rounds once
+    if offset:
+        values += offset[0][:, None]
+    return values.view(matrix.shape)
 
 
 def dequantize_blocks(data: Tensor, kind: Any) -> Tensor:
@@ -76,10 +87,10 @@ def all_finite(matrix: StoredMatrix, dtype: torch.dtype) -> bool:
     """Whether every value is a finite number, and so in `dtype`."""
     if isinstance(matrix, Dense):
         return all(bool(bound.to(dtype).isfinite()) for bound in matrix.weight.aminmax())
-    blocks = matrix.data.reshape(len(matrix.data), -1, BLOCK_BYTES[matrix.form])
-    halves = blocks[..., : 2 * _HALVES[matrix.form]].contiguous().view(torch.float16)
-    # Of the same sign and 255 times as far, the values are finite in fp32 if these are.
-    if not bool(halves.isfinite().all()):
+    blocks = matrix.data.reshape(-1, BLOCK_BYTES[matrix.form])
+    # The high byte of an fp16 number without its sign is 124 and more if it is not finite. Of the
+    # same sign and at most 255 times as large, values are finite in fp32 if the scales are.
+    if any(int((blocks[:, 2 * i + 1] & 127).amax()) >= 124 for i in range(_HALVES[matrix.form])):
         return False
     return dtype is not torch.float16 or all_finite(Dense(dequantize(matrix)), dtype)
 

@@ -85,20 +85,21 @@ constexpr Form kForms[] = {{read_q4_1, 20, put_nibbles, Nibbles::kBytes},
 
 using namespace serve;
 
-int32_t serve_pack_blocks(Pool* pool, int32_t form_index, const uint8_t* stored, int64_t out,
-                          int64_t in, uint8_t* packed) {
+int32_t serve_pack_blocks(Pool* pool, int32_t form_index, const uint8_t* stored, int64_t first,
+                          int64_t count, int64_t in, uint8_t* packed) {
   const Form& form = kForms[form_index];
-  const int64_t depth = in / kBlock;
+  const int64_t depth = in / kBlock, end = first + count, first_panel = first / kLanes;
   std::atomic<bool> exact{true};
-  pool->run((out + kLanes - 1) / kLanes, [&](int64_t panel, int) {
+  pool->run((end + kLanes - 1) / kLanes - first_panel, [&](int64_t index, int) {
+    const int64_t panel = first_panel + index;
     for (int lane = 0; lane < kLanes; ++lane) {
       const int64_t row = panel * kLanes + lane;
+      if (row < first || row >= end) continue;
+      const uint8_t* from = stored + (row - first) * depth * form.file_bytes;
       uint8_t* to = packed + panel * depth * form.bytes;
-      for (int64_t k = 0; k < depth; ++k, to += form.bytes) {
+      for (int64_t k = 0; k < depth; ++k, from += form.file_bytes, to += form.bytes) {
         Block block{};
-        if (row < out && !form.read(stored + (row * depth + k) * form.file_bytes, &block)) {
-          exact.store(false, std::memory_order_relaxed);
-        }
+        if (!form.read(from, &block)) exact.store(false, std::memory_order_relaxed);
         form.put(block, lane, to);
       }
     }

@@ -9,6 +9,8 @@ int8 is the form that loses something, and is taken only when asked for.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.cpu.library import Library
-from serve.kernels.stored import Blocks, StoredMatrix, dequantize
+from serve.kernels.stored import Blocks, StoredMatrix
 
 _LANES = 16  # outputs side by side in memory: kLanes in simd.h
 _BLOCK = 32  # neighbours along `in` that share a scale: kBlock in storage.h
@@ -43,11 +45,35 @@ class Panels:
     data: Tensor
 
 
-def make_panels(library: Library, matrix: StoredMatrix) -> Panels:
-    """Pack a matrix without loss."""
-    if isinstance(matrix, Blocks) and (panels := _panels_of_blocks(library, matrix)) is not None:
-        return panels
-    weight = dequantize(matrix)
+def pack_blocks(
+    library: Library, parts: Sequence[StoredMatrix], allocate: Callable[[int], Tensor]
+) -> Panels | None:
+    """Pack blocks of one form as they are, straight into memory of `allocate`.
+
+    None for other matrices, and for Q4_0 with scales so large that eight times them is beyond 16
+    bits.
+    """
+    blocks = [part for part in parts if isinstance(part, Blocks)]
+    if len(blocks) < len(parts) or len({part.form for part in blocks}) > 1:
+        return None
+    form, storage = _FORMS[blocks[0].form]
+    out_size, in_size = sum(part.shape[0] for part in blocks), blocks[0].shape[1]
+    shape = (-(-out_size // _LANES), in_size // _BLOCK, _BLOCK_BYTES[storage])
+    data = allocate(math.prod(shape)).view(shape)
+    data[-1].zero_()  # for lanes that no output fills
+    first = 0
+    for part in blocks:
+        raw, count = part.data.contiguous(), part.shape[0]
+        if not library.pack_blocks(
+            library.pool, form, raw.data_ptr(), first, count, in_size, data.data_ptr()
+        ):
+            return None
+        first += count
+    return Panels(storage, out_size, in_size, data)
+
+
+def make_panels(weight: Tensor) -> Panels:
+    """Pack weight [out, in] of any floating dtype without loss."""
     out_size, in_size = weight.shape
     if weight.dtype not in (torch.float16, torch.bfloat16):
         weight = _narrowest(weight)
@@ -55,12 +81,11 @@ def make_panels(library: Library, matrix: StoredMatrix) -> Panels:
     return Panels(_STORAGE[weight.dtype], out_size, in_size, lanes.transpose(1, 2))
 
 
-def quantize_panels(matrix: StoredMatrix) -> Panels:
-    """Round a matrix [out, in] to int8 with one scale per output, as integer.cpp reads it.
+def quantize_panels(weight: Tensor) -> Panels:
+    """Round weight [out, in] to int8 with one scale per output, as integer.cpp reads it.
 
     An output whose weights are not all finite becomes NaN.
     """
-    weight = dequantize(matrix)
     out_size, in_size = weight.shape
     wide = F.pad(weight.float(), (0, in_size % 2, 0, -out_size % _LANES))
     scales = wide.abs().amax(dim=1) / _MOST_INT8
@@ -73,19 +98,6 @@ def quantize_panels(matrix: StoredMatrix) -> Panels:
 def _bytes_of(values: Tensor) -> Tensor:
     """[panels, …] as uint8 [panels, bytes]."""
     return values.contiguous().view(torch.uint8).flatten(1)
-
-
-def _panels_of_blocks(library: Library, matrix: Blocks) -> Panels | None:
-    """None for Q4_0 with scales so large that eight times them is beyond 16 bits."""
-    (out_size, in_size), (form, storage) = matrix.shape, _FORMS[matrix.form]
-    shape = (-(-out_size // _LANES), in_size // _BLOCK, _BLOCK_BYTES[storage])
-    data = torch.empty(shape, dtype=torch.uint8)
-    raw = matrix.data.contiguous()
-    if not library.pack_blocks(
-        library.pool, form, raw.data_ptr(), out_size, in_size, data.data_ptr()
-    ):
-        return None
-    return Panels(storage, out_size, in_size, data)
 
 
 def _narrowest(weight: Tensor) -> Tensor:
