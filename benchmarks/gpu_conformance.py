@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_machine import Machine
 from serve.kernels import reference
 from serve.kernels.base import HeadNorms
+from serve.kernels.stored import Dense
 from serve.kernels.triton import sampling, triton_kernels
 from serve.worker.sampling.noise import gumbel, noise_keys, token_hashes
 from tests.kernels.ragged import Options, Shape, make_step, relative_error
@@ -119,7 +120,7 @@ def layer_checks(machine: Machine, dtype: torch.dtype) -> Iterator[Check]:
         yield _check(f"rotary {name} {dtype}", out, exact, bound)
     linear_weight, bias = normal(300, 1000), normal(300)
     exact = x.double() @ linear_weight.double().T + bias.double()
-    linear = kernels.pack_linear(linear_weight, bias)
+    linear = kernels.pack_linear([Dense(linear_weight)], bias)
     yield _check(f"invariant linear {dtype}", linear(x), exact, bound)
 
 
@@ -187,7 +188,7 @@ def invariance_checks(machine: Machine, dtype: torch.dtype) -> Iterator[Check]:
     kernels = triton_kernels(batch_invariant=True)
     weight = torch.randn(4096, 4096, device=machine.device).to(dtype)
     x = torch.randn(200, 4096, device=machine.device).to(dtype)
-    linear = kernels.pack_linear(weight, None)
+    linear = kernels.pack_linear([Dense(weight)], None)
     yield _check("linear alone and in company", linear(x[77:78]), linear(x)[77:78], 0.0)
     shape = Shape(
         num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device=str(machine.device)

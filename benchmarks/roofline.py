@@ -35,6 +35,7 @@ from serve.bench.options import Lengths
 from serve.bench.workload import random_token_ids
 from serve.kernels.base import Kernels, PackedLinear
 from serve.kernels.cpu.linear import CpuLinear
+from serve.kernels.stored import StoredMatrix, dequantize, stack
 from serve.llm import engine_config
 from serve.worker.sampling.sampler import Sampler
 
@@ -144,10 +145,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _noting_matrices(kernels: Kernels, matrices: list[Matrix]) -> Kernels:
     """Kernels that write down every matrix they pack."""
 
-    def pack(weight: Any, bias: Any) -> PackedLinear:
-        packed = kernels.pack_linear(weight, bias)
-        held = packed.panels.data if isinstance(packed, CpuLinear) else weight
-        outputs, inputs = weight.shape
+    def pack(parts: Sequence[StoredMatrix], bias: Any) -> PackedLinear:
+        packed = kernels.pack_linear(parts, bias)
+        held = packed.panels.data if isinstance(packed, CpuLinear) else dequantize(stack(parts))
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         matrices.append(Matrix(outputs, inputs, held.nbytes))
         return packed
 
@@ -157,8 +158,8 @@ def _noting_matrices(kernels: Kernels, matrices: list[Matrix]) -> Kernels:
 def timed_kernels(kernels: Kernels, watch: Stopwatch) -> Kernels:
     """Kernels whose calls are timed by kind."""
 
-    def pack(weight: Any, bias: Any) -> PackedLinear:
-        return watch.around("linear", kernels.pack_linear(weight, bias))
+    def pack(parts: Sequence[StoredMatrix], bias: Any) -> PackedLinear:
+        return watch.around("linear", kernels.pack_linear(parts, bias))
 
     small = ("rms_norm", "add_rms_norm", "rotary", "gated_act")
     return replace(

@@ -19,10 +19,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata, Kernels
 from serve.kernels.cpu import cpu_kernels
+from serve.kernels.stored import Blocks, Dense
 
 Run = Callable[[], object]
 
@@ -69,21 +72,19 @@ def linear_contestants(
         return lambda x: half(x, packed)
 
     return {
-        "ours fp32": [kernels.pack_linear(weight, None) for weight in weights],
-        "ours fp16": [kernels.pack_linear(weight.half(), None) for weight in weights],
-        "ours 4 bit": [kernels.pack_linear(_four_bits(weight), None) for weight in weights],
-        "ours int8": [rounding.pack_linear(weight, None) for weight in weights],
+        "ours fp32": [kernels.pack_linear([Dense(weight)], None) for weight in weights],
+        "ours fp16": [kernels.pack_linear([Dense(weight.half())], None) for weight in weights],
+        "ours 4 bit": [kernels.pack_linear([_four_bits(weight)], None) for weight in weights],
+        "ours int8": [rounding.pack_linear([Dense(weight)], None) for weight in weights],
         "oneDNN fp32": [onednn(weight) for weight in weights],
         "FBGEMM fp16": [fbgemm(weight) for weight in weights],
     }
 
 
-def _four_bits(weight: Tensor) -> Tensor:
-    """fp32 values on a grid of 16 per block of 32."""
-    scale = torch.tensor(2.0**-8).half().float()
-    steps = (weight / scale).round().clamp(-8, 7).view(weight.shape[0], -1, 32)
-    steps[:, :, 0] = -8
-    return (steps * scale).view_as(weight)
+def _four_bits(weight: Tensor) -> Blocks:
+    """Rounded to GGUF blocks of 4 bits."""
+    rounded = quantize(weight.numpy(), GGMLQuantizationType.Q4_1)
+    return Blocks("Q4_1", torch.from_numpy(rounded))
 
 
 def _step(layers: Sequence[Callable[[Tensor], Tensor]], inputs: dict[int, Tensor]) -> Run:

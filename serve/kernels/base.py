@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from serve.kernels.stored import StoredMatrix
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -175,9 +177,11 @@ PackedLinear = Callable[[Tensor], Tensor]
 
 
 class PackLinearFn(Protocol):
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Lay out weight [out, in] the way this device multiplies fastest. Called once per layer
-        after loading; the caller drops its own copy."""
+    def __call__(self, parts: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
+        """Lay out matrices [out, in], stacked along `out`, the way this device multiplies fastest.
+
+        They are in one dtype and on this device, or in forms that `Kernels.keeps` names. Called
+        once per layer after loading; the caller drops its own copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +312,9 @@ class Kernels:
     fuse_decoder: FuseDecoderFn | None = None  # None: the single operations are as fast
     sampling: SamplingKernels | None = None  # None: the sampler's own torch code
     is_thread_invariant: bool = False  # a product's bits do not depend on torch's number of threads
+    keeps: frozenset[str] = frozenset()
+    """Forms of stored matrices, by `StoredMatrix.form`, that are multiplied as if they were in
+    fp32, without being widened first."""
     build: str = ""  # what decides their bits beside torch, the device and this package's version
     compiling: Callable[[], AbstractContextManager[None]] | None = None
     """Of kernels that are compiled at their first call, which had better come before any request:

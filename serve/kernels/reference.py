@@ -8,6 +8,7 @@ their number. On the CPUs tried that holds bit for bit, which lets tests compare
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -26,6 +27,7 @@ from serve.kernels.base import (
     RmsNormFn,
     RotaryFn,
 )
+from serve.kernels.stored import StoredMatrix, dequantize, stack
 
 E4M3_LARGEST = 448.0
 
@@ -233,18 +235,19 @@ def gated_act(gate_up: Tensor, activation: str) -> Tensor:
     raise ValueError(f"unknown activation {activation!r}; known: silu, gelu_tanh")
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def pack_linear(parts: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
     """A linear layer as torch multiplies."""
-    return partial(F.linear, weight=weight, bias=bias)
+    return partial(F.linear, weight=dequantize(stack(parts)), bias=bias)
 
 
-def pack_invariant_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def pack_invariant_linear(parts: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
     """A linear layer on a CPU, in fp32, with rows whose results do not depend on their number.
 
     oneDNN's own weight layout is the faster way where its rows are invariant, and padding to whole
     row tiles the other. 16-bit products are emulated on most CPUs, so there 16-bit weights are
     widened.
     """
+    weight = dequantize(stack(parts))
     weight, bias = weight.float(), None if bias is None else bias.float()
     multiply = _onednn_linear if _onednn_rows_are_invariant() else _linear_of_row_tiles
     if multiply is _onednn_linear:

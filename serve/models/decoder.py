@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.base import DecoderParts, DecoderStack, ForwardContext, Kernels
+from serve.kernels.stored import dequantize
 from serve.models.base import LayerCache
 from serve.models.layers import LayerByLayer, pack, pack_layer
 from serve.models.rope import Rope
 from serve.models.spec import DecoderSpec, RopeSpec
-from serve.models.weights.parameters import DecoderParameters, LinearParameters
+from serve.models.weights.parameters import DecoderParameters, LinearParameters, MatrixSlot
 
 
 class DecoderModel:
@@ -38,9 +39,9 @@ class DecoderModel:
         self.max_position = spec.max_position
         self.cache_layers = [LayerCache(spec.num_kv_heads, spec.head_dim) for _ in spec.layers]
         self._spec = spec
-        self._embedding = parameters.embedding
+        self._embedding = _table(parameters.embedding, kernels)
         self._embedding_scale = _rounded(spec.embedding_scale, dtype)
-        head = parameters.head or LinearParameters(parameters.embedding, None, ())
+        head = parameters.head or LinearParameters({"lm_head": parameters.embedding})
         self._head = pack(head, kernels)
 
         device = parameters.embedding.device
@@ -88,6 +89,11 @@ def _pack_layers(
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
     )
+
+
+def _table(embedding: MatrixSlot, kernels: Kernels) -> Tensor:
+    """[vocab, hidden], of which rows are looked up: 16 bits stay 16 bits."""
+    return dequantize(embedding.take(kernels.keeps & {"float16", "bfloat16"}))
 
 
 def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:

@@ -21,7 +21,8 @@ from serve.models.weights.parameters import LayerParameters, LinearParameters
 
 def pack(linear: LinearParameters, kernels: Kernels) -> PackedLinear:
     """The matrix product in the device's layout."""
-    return kernels.pack_linear(linear.weight, linear.bias)
+    parts = [slot.take(kernels.keeps) for slot in linear.parts.values()]
+    return kernels.pack_linear(parts, linear.bias)
 
 
 def pack_layer(

@@ -113,7 +113,7 @@ def _load_tied(
     parameters = allocate(replace(spec, tie_embeddings=False), dtype, device)
     load_parameters(parameters.by_name(), checkpoint)
     assert parameters.head is not None
-    if torch.equal(parameters.embedding, parameters.head.weight):
+    if torch.equal(parameters.embedding.values(), parameters.head.parts["lm_head"].values()):
         return replace(parameters, head=None)
     logger.warning(
         "%s: the config ties %s to %s, but their values differ; both are used as stored",

@@ -126,7 +126,7 @@ def load_into_transformers(checkpoint: Checkpoint) -> Any:
     """transformers' model with the checkpoint's weights; GGUF's as our loader dequantizes them."""
     if checkpoint.format != "gguf":
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32).eval()
-    config = copy.deepcopy(checkpoint.hf_config)
+    config = copy.deepcopy(checkpoint.for_transformers().hf_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors()}

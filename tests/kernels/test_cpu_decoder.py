@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf.quants import dequantize, quantize
+from gguf.quants import quantize
 from torch import Tensor
 
-from serve.kernels.base import DecoderParts, ForwardContext, LayerParts
+from serve.kernels.base import DecoderParts, ForwardContext, LayerParts, PackedLinear
+from serve.kernels.stored import Blocks, Dense, StoredMatrix
 from serve.models.layers import LayerByLayer
 from tests.kernels.cpu_kernels import compiled
 from tests.kernels.ragged import Shape, make_step
@@ -23,7 +24,10 @@ MAX_LEN = 512
 
 def layer(seed: int, *, gemma: bool, window: int | None, rope: int) -> LayerParts:
     random = torch.Generator().manual_seed(seed)
-    pack = compiled().pack_linear
+    pack_parts = compiled().pack_linear
+
+    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return pack_parts([Dense(weight)], bias)
 
     def weight(*size: int) -> Tensor:
         return torch.randn(*size, generator=random) / size[-1] ** 0.5
@@ -98,17 +102,23 @@ def test_fused_layers_have_the_bits_of_single_operations(
         assert torch.equal(fused_kv.nan_to_num(), single_kv.nan_to_num())
 
 
-def quantized(weight: Tensor) -> Tensor:
-    """weight as it comes back from Q8_0."""
-    return torch.from_numpy(dequantize(quantize(weight.numpy(), Kind.Q8_0), Kind.Q8_0))
+def stored_as(dtype: torch.dtype) -> Callable[[Tensor], StoredMatrix]:
+    return lambda weight: Dense(weight.to(dtype))
+
+
+def quantized(weight: Tensor) -> StoredMatrix:
+    return Blocks("Q8_0", torch.from_numpy(quantize(weight.numpy(), Kind.Q8_0)))
+
+
+FORMS = [*map(stored_as, (torch.float32, torch.float16, torch.bfloat16)), quantized]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 70])
 @pytest.mark.parametrize("intermediate", [80, 72, 16])  # 72: the halves do not fill panels
-@pytest.mark.parametrize("stored", [Tensor.float, Tensor.half, Tensor.bfloat16, quantized])
+@pytest.mark.parametrize("stored", FORMS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gating_as_one_multiplies_has_the_bits_of_gating_afterwards(
-    num_tokens: int, intermediate: int, stored: Callable[[Tensor], Tensor], biased: bool
+    num_tokens: int, intermediate: int, stored: Callable[[Tensor], StoredMatrix], biased: bool
 ) -> None:
     kernels = compiled()
     assert kernels.fuse_decoder is not None
@@ -116,8 +126,8 @@ def test_gating_as_one_multiplies_has_the_bits_of_gating_afterwards(
     weight = stored(torch.randn(2 * intermediate, HIDDEN))
     changed = replace(
         parts.layers[0],
-        gate_up=kernels.pack_linear(weight, torch.randn(2 * intermediate) if biased else None),
-        down=kernels.pack_linear(torch.randn(HIDDEN, intermediate), None),
+        gate_up=kernels.pack_linear([weight], torch.randn(2 * intermediate) if biased else None),
+        down=kernels.pack_linear([Dense(torch.randn(HIDDEN, intermediate))], None),
     )
     parts = replace(parts, layers=[changed])
     fused, single = context([(num_tokens, num_tokens)]), context([(num_tokens, num_tokens)])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from serve.kernels.stored import Dense
 from tests.kernels.cpu_kernels import compiled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -26,7 +27,7 @@ def test_a_linear_layer_multiplies(dtype: torch.dtype, num_rows: int, out: int, 
     weight, bias = weight_of(dtype, out, depth), torch.randn(out)
     x = torch.randn(num_rows, depth)
 
-    result = compiled().pack_linear(weight, bias)(x)
+    result = compiled().pack_linear([Dense(weight)], bias)(x)
 
     exact = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(result.double(), exact, atol=1e-5, rtol=1e-5)
@@ -38,8 +39,8 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     dtype: torch.dtype, out: int, depth: int
 ) -> None:
     weight = weight_of(dtype, out, depth)
-    linear = compiled().pack_linear(weight, None)
-    single_thread = compiled(1).pack_linear(weight, None)
+    linear = compiled().pack_linear([Dense(weight)], None)
+    single_thread = compiled(1).pack_linear([Dense(weight)], None)
     x = torch.randn(260, depth)
 
     whole = linear(x)
@@ -55,7 +56,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 2**31))
 def test_cutting_a_batch_into_chunks_changes_nothing(sizes: list[int], seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    linear = compiled().pack_linear(weight_of(torch.float16, 40, 96), None)
+    linear = compiled().pack_linear([Dense(weight_of(torch.float16, 40, 96))], None)
     x = torch.randn(sum(sizes), 96, generator=random)
 
     chunks = torch.cat([linear(chunk) for chunk in x.split(sizes)])
@@ -65,7 +66,7 @@ def test_cutting_a_batch_into_chunks_changes_nothing(sizes: list[int], seed: int
 
 def test_a_row_of_nan_stays_with_itself() -> None:
     x = torch.randn(9, 64)
-    linear = compiled().pack_linear(weight_of(torch.float32, 32, 64), None)
+    linear = compiled().pack_linear([Dense(weight_of(torch.float32, 32, 64))], None)
     clean = linear(x)
     x[4] = float("nan")
 
@@ -77,4 +78,7 @@ def test_a_row_of_nan_stays_with_itself() -> None:
 
 
 def test_no_rows_make_no_result() -> None:
-    assert compiled().pack_linear(torch.ones(8, 8), None)(torch.empty(0, 8)).shape == (0, 8)
+    assert compiled().pack_linear([Dense(torch.ones(8, 8))], None)(torch.empty(0, 8)).shape == (
+        0,
+        8,
+    )

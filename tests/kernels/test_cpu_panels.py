@@ -6,57 +6,43 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf.quants import dequantize, quantize
+from gguf.quants import quantize
 from torch import Tensor
 
 from serve.kernels.cpu.linear import CpuLinear
 from serve.kernels.cpu.panels import Panels
+from serve.kernels.stored import (
+    BLOCK_BYTES,
+    Blocks,
+    Dense,
+    StoredMatrix,
+    all_finite,
+    dequantize,
+    part_of,
+)
 from tests.kernels.cpu_kernels import compiled
 
 FLOAT32, FLOAT16, BFLOAT16, BYTES, NIBBLES = range(5)
 
 
-def dequantized(kind: Kind, out: int = 40, depth: int = 96) -> Tensor:
-    """What a GGUF file of random weights gives, with a block of zeros and one of equal values."""
+def blocks_of(kind: Kind, out: int = 40, depth: int = 96) -> Blocks:
+    """What a GGUF file holds of random weights, with a block of zeros and one of equal values."""
     random = np.random.default_rng(out * depth)
     weight = random.normal(size=(out, depth)).astype(np.float32) * 0.05
     weight[0, :32] = 0
     weight[1, 32:64] = 0.25
     weight[2, :32] *= 1e-6
-    return torch.from_numpy(dequantize(quantize(weight, kind), kind))
+    return Blocks(kind.name, torch.from_numpy(quantize(weight, kind)))
+
+
+def packed(*parts: StoredMatrix) -> CpuLinear:
+    linear = compiled().pack_linear(parts, None)
+    assert isinstance(linear, CpuLinear)
+    return linear
 
 
 def panels_of(weight: Tensor) -> Panels:
-    linear = compiled().pack_linear(weight, None)
-    assert isinstance(linear, CpuLinear)
-    return linear.panels
-
-
-@pytest.mark.parametrize(
-    ("kind", "storage"), [(Kind.Q4_1, NIBBLES), (Kind.Q4_0, NIBBLES), (Kind.Q8_0, BYTES)]
-)
-def test_dequantized_weights_go_back_into_their_blocks(kind: Kind, storage: int) -> None:
-    assert panels_of(dequantized(kind)).storage == storage
-
-
-@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q4_0, Kind.Q8_0])
-@pytest.mark.parametrize(("out", "depth"), [(48, 64), (40, 1216), (5, 32)])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 9, 200])
-def test_blocks_multiply_with_the_bits_of_their_fp32_values(
-    kind: Kind, out: int, depth: int, num_rows: int
-) -> None:
-    weight = dequantized(kind, out + 3, depth)[3:]  # without the odd blocks, for short matrices
-    weight = dequantized(kind, out, depth) if out > 16 else weight
-    x = torch.randn(num_rows, depth)
-
-    assert torch.equal(packed(weight)(x), unquantized(weight)(x))
-
-
-def packed(weight: Tensor) -> CpuLinear:
-    linear = compiled().pack_linear(weight, None)
-    assert isinstance(linear, CpuLinear)
-    assert linear.panels.storage in (BYTES, NIBBLES)
-    return linear
+    return packed(Dense(weight)).panels
 
 
 def unquantized(weight: Tensor) -> CpuLinear:
@@ -64,7 +50,74 @@ def unquantized(weight: Tensor) -> CpuLinear:
     out, depth = weight.shape
     lanes = torch.nn.functional.pad(weight, (0, 0, 0, -out % 16)).view(-1, 16, depth)
     panels = Panels(FLOAT32, out, depth, lanes.transpose(1, 2).contiguous())
-    return CpuLinear(packed(weight)._library, panels, None)
+    return CpuLinear(packed(Dense(weight))._library, panels, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "storage"), [(Kind.Q4_1, NIBBLES), (Kind.Q4_0, NIBBLES), (Kind.Q8_0, BYTES)]
+)
+@pytest.mark.parametrize(("out", "depth"), [(48, 64), (40, 1216), (5, 32)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 9, 200])
+def test_blocks_multiply_with_the_bits_of_their_fp32_values(
+    kind: Kind, storage: int, out: int, depth: int, num_rows: int
+) -> None:
+    blocks = blocks_of(kind, out, depth)
+    x = torch.randn(num_rows, depth)
+
+    linear = packed(blocks)
+
+    assert linear.panels.storage == storage
+    assert torch.equal(linear(x), unquantized(dequantize(blocks))(x))
+
+
+def test_parts_are_stacked_in_their_form_or_else_as_values() -> None:
+    first, second = blocks_of(Kind.Q4_1), blocks_of(Kind.Q4_1, out=24)
+    third, x = blocks_of(Kind.Q8_0), torch.randn(3, 96)
+
+    assert packed(first, second).panels.storage == NIBBLES
+    assert packed(first, third).panels.storage == FLOAT32
+    for parts in ((first, second), (first, third), (third, Dense(torch.randn(16, 96).half()))):
+        apart = torch.cat([packed(part)(x) for part in parts], dim=1)
+        assert torch.equal(packed(*parts)(x), apart)
+
+
+def test_every_byte_of_a_block_counts() -> None:
+    """Also those that no quantizer writes, such as -128 in Q8_0."""
+    for kind, num_bytes in BLOCK_BYTES.items():
+        data = torch.randint(0, 256, (32, 3 * num_bytes), dtype=torch.uint8)
+        scales = data.view(32, 3, num_bytes)[..., : 4 if kind == "Q4_1" else 2]
+        scales[..., 1::2] = scales[..., 1::2] % 64  # finite
+        blocks = Blocks(kind, data)
+        values = packed(blocks)(torch.eye(96)).T
+
+        assert all_finite(blocks, torch.float32)
+        assert torch.equal(values, dequantize(blocks))
+
+
+def test_a_scale_whose_offset_is_beyond_16_bits_makes_floats() -> None:
+    blocks = blocks_of(Kind.Q4_0)
+    blocks.data[3, :2] = torch.tensor([30000.0], dtype=torch.float16).view(torch.uint8)
+    x = torch.randn(2, 96)
+
+    linear = packed(blocks)
+
+    assert linear.panels.storage == FLOAT32
+    assert torch.equal(linear(x), unquantized(dequantize(blocks))(x))
+
+
+def test_blocks_that_are_not_finite_are_seen() -> None:
+    for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0):
+        blocks = blocks_of(kind)
+        assert all_finite(blocks, torch.float16)
+        blocks.data[3, :2] = torch.tensor([torch.inf], dtype=torch.float16).view(torch.uint8)
+        assert not all_finite(blocks, torch.float32)
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(32, 96), slice(8, 40)])
+def test_a_part_of_a_matrix_has_its_values(columns: slice) -> None:
+    for matrix in (Dense(torch.randn(40, 96)), *map(blocks_of, (Kind.Q4_1, Kind.Q8_0))):
+        part = part_of(matrix, slice(8, 24), columns)
+        assert torch.equal(dequantize(part), dequantize(matrix)[8:24, columns])
 
 
 @pytest.mark.parametrize(
@@ -81,24 +134,6 @@ def test_other_weights_are_kept_in_the_narrowest_type_that_loses_nothing(
 
     assert panels_of(weight).storage == storage
     assert panels_of(weight.float()).storage == storage
-
-
-def test_one_value_off_its_grid_keeps_the_matrix_in_floats() -> None:
-    weight = dequantized(Kind.Q4_1)
-    weight[39, 95] += 1e-4
-
-    assert panels_of(weight).storage == FLOAT32
-
-
-def test_weights_that_do_not_fill_blocks_or_are_not_finite_stay_floats() -> None:
-    infinite = dequantized(Kind.Q8_0)
-    infinite[3, 3] = float("inf")
-    poisoned = dequantized(Kind.Q4_1)
-    poisoned[3, 3] = float("nan")
-
-    assert panels_of(torch.ones(16, 40)).storage == FLOAT16
-    assert panels_of(infinite).storage == FLOAT32
-    assert panels_of(poisoned).storage == FLOAT32
 
 
 def test_panels_hold_sixteen_outputs_side_by_side() -> None:

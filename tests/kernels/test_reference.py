@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.kernels import reference
+from serve.kernels.stored import Dense
 from tests.kernels.ragged import Options, Shape, make_step, relative_error
 
 BACKEND = reference.ReferenceAttention()
@@ -163,7 +164,7 @@ def test_packed_linear_is_linear(
 ) -> None:
     weight = torch.randn(sizes).to(dtype)
     bias = torch.randn(sizes[0]).to(dtype) if with_bias else None
-    linear = reference.pack_invariant_linear(weight, bias)
+    linear = reference.pack_invariant_linear([Dense(weight)], bias)
 
     for rows in (0, 1, 2, 17):
         x = torch.randn(rows, sizes[1]).to(dtype)
@@ -180,7 +181,7 @@ def test_rows_of_a_packed_linear_do_not_depend_on_their_number(
 ) -> None:
     if not onednn_can:  # as with torch 2.11
         monkeypatch.setattr(reference, "_onednn_rows_are_invariant", lambda: False)
-    linear = reference.pack_invariant_linear(torch.randn(96, 64), torch.randn(96))
+    linear = reference.pack_invariant_linear([Dense(torch.randn(96, 64))], torch.randn(96))
     x = torch.randn(40, 64)
 
     whole = linear(x)

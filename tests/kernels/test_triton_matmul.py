@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from serve.kernels.stored import Dense
 from serve.kernels.triton import triton_kernels
 from serve.kernels.triton.matmul import invariant_linear
 from serve.kernels.triton.tiles import Tile
@@ -32,7 +33,9 @@ def test_odd_shapes_are_exact_to_rounding(
 
 
 def test_a_row_is_the_same_alone_and_anywhere_in_a_batch() -> None:
-    linear = triton_kernels(batch_invariant=True).pack_linear(torch.randn(80, 70), torch.randn(80))
+    linear = triton_kernels(batch_invariant=True).pack_linear(
+        [Dense(torch.randn(80, 70))], torch.randn(80)
+    )
     x = torch.randn(75, 70)
     with exact_dots():
         together = linear(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from serve.config import (
 from serve.errors import ConfigError
 from serve.kernels import reference
 from serve.kernels.cpu import cpu_kernels
+from serve.kernels.stored import StoredMatrix
 from serve.kv_cache.storage import block_bytes
 from serve.models.registry import build_model
 from serve.models.weights.checkpoint import open_checkpoint
@@ -97,8 +99,8 @@ def test_matrices_on_a_cpu_take_what_its_packer_takes(
     theirs.save_pretrained(tmp_path)
     kernels, packed = cpu_kernels(num_threads=1, quantization=quantization), []
 
-    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        packed.append(kernels.pack_linear(weight, bias))
+    def pack(parts: Sequence[StoredMatrix], bias: torch.Tensor | None) -> Any:
+        packed.append(kernels.pack_linear(parts, bias))
         return packed[-1]
 
     checkpoint = open_checkpoint(tmp_path, "auto")
@@ -111,7 +113,8 @@ def test_matrices_on_a_cpu_take_what_its_packer_takes(
         seed=0,
     )
     named = dict(theirs.named_parameters())
-    others = sum(p.numel() for n, p in named.items() if p.ndim == 1 or "embed" in n)
+    others = 4 * sum(p.numel() for p in named.values() if p.ndim == 1)
+    others += sum(p.nbytes for name, p in named.items() if "embed" in name)
 
     footprint = read_footprint(
         checkpoint,
@@ -122,9 +125,7 @@ def test_matrices_on_a_cpu_take_what_its_packer_takes(
         quantization=quantization,
     )
 
-    assert (
-        footprint.weight_bytes == sum(linear.panels.data.nbytes for linear in packed) + 4 * others
-    )
+    assert footprint.weight_bytes == sum(linear.panels.data.nbytes for linear in packed) + others
 
 
 def test_an_eight_bit_cache_takes_a_quarter_of_fp32s_and_the_engine_agrees(tmp_path: Path) -> None:

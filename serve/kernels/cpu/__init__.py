@@ -29,6 +29,7 @@ def cpu_kernels(
     from serve.kernels.cpu.elementwise import RowKernels
     from serve.kernels.cpu.library import Library
     from serve.kernels.cpu.linear import LinearPacker
+    from serve.kernels.cpu.panels import KEPT
     from serve.kernels.cpu.sampling import RowSampling
     from serve.kernels.reference import copy_blocks
 
@@ -46,5 +47,6 @@ def cpu_kernels(
         fuse_decoder=DecoderFuser(library),
         sampling=SamplingKernels(sampling.draw, sampling.penalize, sampling.argmax, sampling.score),
         is_thread_invariant=True,
+        keeps=KEPT,
         build=library.build,
     )

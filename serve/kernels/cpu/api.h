@@ -24,10 +24,10 @@ void serve_advise_huge_pages(void* memory, int64_t num_bytes);
 void serve_linear(serve::Pool* pool, int32_t storage, const float* rows, int64_t num_rows,
                   int64_t in, int64_t out, const void* weights, const float* bias, float* result);
 
-// Packs fp32 weight [out, in] as blocks if it was dequantized from form 0 = Q4_1, 1 = Q4_0 (stored as
-// nibbles) or 2 = Q8_0 (as bytes): returns 1 if every weight comes back unchanged, else 0.
-int32_t serve_pack_blocks(serve::Pool* pool, int32_t form, const float* weight, int64_t out,
-                          int64_t in, uint8_t* packed);
+// Packs the blocks of a GGUF file, [count, in], as the outputs from `first` on: form 0 = Q4_1, 1 = Q4_0 (both stored as
+// nibbles) or 2 = Q8_0 (as bytes). Returns 1 if every weight comes back unchanged, else 0.
+int32_t serve_pack_blocks(serve::Pool* pool, int32_t form, const uint8_t* stored, int64_t first,
+                          int64_t count, int64_t in, uint8_t* packed);
 
 // out = x / rms(x) * weight over rows of n; with residual, x + residual is normalised and stored
 // in `summed`.

@@ -145,7 +145,7 @@ class Library:
         self.advise_huge_pages.argtypes = [c_void_p, c_int64]
         self.advise_huge_pages.restype = None
         self.pack_blocks = functions.serve_pack_blocks
-        self.pack_blocks.argtypes = [c_void_p, c_int32, c_void_p, c_int64, c_int64, c_void_p]
+        self.pack_blocks.argtypes = [c_void_p, c_int32, c_void_p, *ints * 3, c_void_p]
         self.pack_blocks.restype = c_int32
         self.linear = functions.serve_linear
         self.linear.argtypes = [c_void_p, c_int32, c_void_p, *ints * 3, *pointers * 3]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from serve.kernels.base import PackedLinear
 from serve.kernels.cpu.library import Library, Linear, as_rows
-from serve.kernels.cpu.panels import Panels, make_panels, quantize_panels
+from serve.kernels.cpu.panels import Panels, make_panels, pack_blocks, quantize_panels
+from serve.kernels.stored import StoredMatrix, dequantize, stack
 
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
@@ -23,13 +23,16 @@ class LinearPacker:
     def __init__(self, library: Library, quantization: str | None = None) -> None:
         """`quantization`: None keeps every bit of the weights, "int8" rounds them."""
         self._library = library
-        self._make_panels: Callable[[Tensor], Panels] = (
-            quantize_panels if quantization else partial(make_panels, library)
-        )
+        self._rounds = quantization is not None
         self._slab = torch.empty(0, dtype=torch.uint8)  # the rest of the slab last made
 
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        panels = self._make_panels(weight)
+    def __call__(self, parts: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
+        if not self._rounds:
+            blocks = pack_blocks(self._library, parts, self._take)
+            if blocks is not None:
+                return CpuLinear(self._library, blocks, bias)
+        weight = dequantize(stack(parts))
+        panels = quantize_panels(weight) if self._rounds else make_panels(weight)
         memory = self._take(panels.data.nbytes).view(panels.data.dtype).view(panels.data.shape)
         packed = Panels(panels.storage, panels.out_size, panels.in_size, memory.copy_(panels.data))
         return CpuLinear(self._library, packed, bias)

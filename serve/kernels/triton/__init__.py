@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from serve.kernels import reference
 from serve.kernels.base import Kernels, PackedLinear, SamplingKernels
+from serve.kernels.stored import StoredMatrix, dequantize, stack
 from serve.kernels.triton.activation import gated_act
 from serve.kernels.triton.backend import TritonAttention
 from serve.kernels.triton.block_copy import copy_blocks
@@ -32,7 +34,8 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
     target = current_target()
     tiles = load_tiles(target)
 
-    def pack_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_invariant(parts: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
+        weight = dequantize(stack(parts))
         tile = tiles.matmul(weight.dtype)
         return partial(invariant_linear, weight=weight, bias=bias, tile=tile)
 

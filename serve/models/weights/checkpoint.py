@@ -12,13 +12,14 @@ from torch import Tensor
 
 from serve.checkpoint.find import find_gguf
 from serve.errors import ConfigError
+from serve.kernels.stored import Blocks, dequantize
 from serve.models.weights import gguf_names, safetensors_files
 from serve.models.weights.gguf_config import (
     GGUFConfig,
     as_transformers_config,
     make_gguf_config,
 )
-from serve.models.weights.gguf_file import load_tensor, read_gguf_model, read_gguf_tensors
+from serve.models.weights.gguf_file import read_gguf_model, read_gguf_tensors, read_stored
 from serve.models.weights.model_config import read_config
 
 Format = Literal["safetensors", "gguf", "dummy"]
@@ -53,6 +54,13 @@ class Checkpoint:
 
     def tensors_of(self, file: Path) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one of `files`. GGUF's are dequantized to fp32."""
+        for name, tensor in self.stored_in(file):
+            values = tensor if isinstance(tensor, Tensor) else dequantize(tensor)
+            yield name, values.float() if self.format == "gguf" else values
+
+    def stored_in(self, file: Path) -> Iterator[tuple[str, Tensor | Blocks]]:
+        """The same in the file's own pages: GGUF's blocks of kinds that kernels may keep, and
+        numbers of any width; only other blocks are dequantized."""
         if self.format == "gguf":
             yield from _gguf_tensors(file, self.hf_config)
         else:
@@ -103,12 +111,16 @@ def _gguf_names(file: Path, config: Any) -> set[str]:
     return {gguf_names.hf_name(t.name, config.model_type) for t in read_gguf_tensors(file)}
 
 
-def _gguf_tensors(file: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
+def _gguf_tensors(file: Path, config: Any) -> Iterator[tuple[str, Tensor | Blocks]]:
     for tensor in read_gguf_tensors(file):
         if tensor.name == gguf_names.ROPE_DIVISORS:
             continue  # read into the config
         name = gguf_names.hf_name(tensor.name, config.model_type)
-        yield name, gguf_names.hf_value(name, load_tensor(tensor), config)
+        stored = read_stored(tensor)
+        if isinstance(stored, Blocks):
+            yield name, Blocks(stored.form, gguf_names.hf_value(name, stored.data, config))
+        else:
+            yield name, gguf_names.hf_value(name, stored, config)
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:

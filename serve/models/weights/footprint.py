@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from serve.errors import ConfigError
 from serve.models.base import LayerCache
@@ -38,7 +37,7 @@ _PACKED_BYTES = {
 
 _SCALE_BYTES = 4  # one per output, for int8
 
-SizeOf = Callable[[Tensor, Sequence[str]], float]
+SizeOf = Callable[[tuple[int, int], Sequence[str]], float]
 """Bytes of a matrix [out, in] that is stacked from tensors of these checkpoint names."""
 
 
@@ -84,14 +83,19 @@ def read_footprint(
         return _of_transformers(checkpoint, compute_dtype)
     parameters = allocate(spec, dtype, _META)
     if not is_packed:
-        weight_bytes = sum(tensor.nbytes for tensor in parameters.by_name().values())
-        return _of_decoder(spec, parameters, weight_bytes, compute_dtype)
-    if quantization is not None:
-        weight_bytes = _packed_bytes(parameters, _int8_bytes)
+        targets = parameters.by_name().values()
+        weight_bytes = sum(target.numel() * target.dtype.itemsize for target in targets)
         return _of_decoder(spec, parameters, weight_bytes, compute_dtype)
     kinds = _gguf_kinds(checkpoint) if dtype is torch.float32 else {}
-    size_of = _lossless_bytes(kinds, min(checkpoint.dtype.itemsize, dtype.itemsize))
-    footprint = _of_decoder(spec, parameters, _packed_bytes(parameters, size_of), compute_dtype)
+    itemsize = min(checkpoint.dtype.itemsize, dtype.itemsize)
+    table_itemsize = itemsize
+    if kinds and kinds.get(EMBEDDING) not in ("F16", "BF16"):
+        table_itemsize = dtype.itemsize
+    if quantization is not None:
+        weight_bytes = _packed_bytes(parameters, _int8_bytes, table_itemsize)
+        return _of_decoder(spec, parameters, weight_bytes, compute_dtype)
+    weight_bytes = _packed_bytes(parameters, _lossless_bytes(kinds, itemsize), table_itemsize)
+    footprint = _of_decoder(spec, parameters, weight_bytes, compute_dtype)
     widened = set(kinds.values()) - _PACKED_BYTES.keys() - {"F32"}
     kept = {_in_bits(kind) for kind in kinds.values() if kind in _PACKED_BYTES}
     if not kinds and checkpoint.dtype.itemsize < dtype.itemsize:
@@ -153,27 +157,28 @@ def _of_decoder(
     )
 
 
-def _packed_bytes(parameters: DecoderParameters, size_of: SizeOf) -> int:
-    """The CPU's layout: matrices packed, a tied head as a copy of the embedding."""
-    size = 0.0
-    others = [parameters.embedding, parameters.final_norm]
+def _packed_bytes(parameters: DecoderParameters, size_of: SizeOf, table_itemsize: int) -> int:
+    """The CPU's layout: matrices packed, and the embedding, of which rows are looked up, beside a
+    head that is packed from it."""
+    embedding = parameters.embedding
+    size: float = embedding.numel() * table_itemsize
+    others = [parameters.final_norm]
     matrices = [("", linear) for linear in (parameters.head,) if linear is not None]
     if parameters.head is None:
-        size += size_of(parameters.embedding, [EMBEDDING])
+        size += size_of(embedding.shape, [EMBEDDING])
     for index, layer in enumerate(parameters.layers):
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
         matrices += [(f"model.layers.{index}.", linear) for linear in linears]
         others += layer.norms.values()
     for prefix, linear in matrices:
-        names = [f"{prefix}{name}.weight" for name, _ in linear.parts]
-        size += size_of(linear.weight, names)
+        size += size_of(linear.shape, [f"{prefix}{name}.weight" for name in linear.parts])
         if linear.bias is not None:
             others.append(linear.bias.float())
     return math.ceil(size) + sum(tensor.nbytes for tensor in others)
 
 
-def _int8_bytes(matrix: Tensor, _: Sequence[str]) -> float:
-    return matrix.numel() + len(matrix) * _SCALE_BYTES
+def _int8_bytes(shape: tuple[int, int], _: Sequence[str]) -> float:
+    return math.prod(shape) + shape[0] * _SCALE_BYTES
 
 
 def _gguf_kinds(checkpoint: Checkpoint) -> dict[str, str]:
@@ -193,15 +198,15 @@ def _in_bits(kind: str) -> str:
 def _lossless_bytes(kinds: Mapping[str, str], itemsize: int) -> SizeOf:
     """The narrowest forms that lose nothing.
 
-    Values that fit 16 bits are kept in 16 bits, and dequantized blocks become blocks again, if all
-    parts of the matrix are of one kind.
+    Values that fit 16 bits are kept in 16 bits, and blocks are kept, if all parts of the matrix are
+    of one kind.
     """
     if not kinds:
-        return lambda matrix, _: matrix.numel() * itemsize
+        return lambda shape, _: math.prod(shape) * itemsize
 
-    def size_of(matrix: Tensor, names: Sequence[str]) -> float:
+    def size_of(shape: tuple[int, int], names: Sequence[str]) -> float:
         found = {kinds.get(name, kinds[EMBEDDING]) for name in names}
-        return matrix.numel() * (_PACKED_BYTES.get(found.pop(), 4.0) if len(found) == 1 else 4.0)
+        return math.prod(shape) * (_PACKED_BYTES.get(found.pop(), 4.0) if len(found) == 1 else 4.0)
 
     return size_of
 

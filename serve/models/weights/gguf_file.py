@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -19,9 +19,13 @@ from torch import Tensor
 from serve.checkpoint.find import read_headers
 from serve.checkpoint.gguf_header import GGUFHeader, read_gguf_header
 from serve.errors import ConfigError
+from serve.kernels.stored import BLOCK_BYTES, Blocks, dequantize, dequantize_blocks
 
 if TYPE_CHECKING:
     from gguf.constants import GGMLQuantizationType
+
+
+_NUMBERS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +68,34 @@ def read_gguf_tensors(file: Path) -> list[GGUFTensor]:
 
 
 def load_tensor(tensor: GGUFTensor) -> Tensor:
-    """A tensor's values, dequantized to fp32."""
-    from gguf.quants import dequantize
+    """A tensor's values in fp32."""
+    stored = read_stored(tensor)
+    return dequantize(stored) if isinstance(stored, Blocks) else stored.float()
 
-    raw = np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.start)
-    if tensor.kind.name == "F32":
-        return torch.from_numpy(raw.view(np.float32)).view(tensor.shape)
-    if tensor.kind.name == "F16":
-        return torch.from_numpy(raw.view(np.float16)).float().view(tensor.shape)
+
+def read_stored(tensor: GGUFTensor) -> Tensor | Blocks:
+    """A tensor as it lies in the file's pages; of kinds of blocks that no kernels keep, its values
+    in fp32."""
+    # A private mapping may be written to, as torch wants it; nobody does.
+    raw = np.memmap(tensor.file, np.uint8, "c", tensor.start, (tensor.num_bytes,))
+    data, kind = torch.from_numpy(raw), tensor.kind.name
+    if dtype := _NUMBERS.get(kind):
+        return _aligned(data, dtype).view(dtype).view(tensor.shape)
+    rows = data.view(math.prod(tensor.shape[:-1]), -1)
+    if kind in BLOCK_BYTES and len(tensor.shape) == 2:
+        return Blocks(kind, rows)
     try:
-        values = dequantize(_long_rows(raw, math.prod(tensor.shape[:-1])), tensor.kind)
+        return dequantize_blocks(rows, tensor.kind).view(tensor.shape)
     except NotImplementedError as error:
         raise ConfigError(
-            f"{tensor.file}: tensor {tensor.name} is quantized as {tensor.kind.name}, which "
+            f"{tensor.file}: tensor {tensor.name} is quantized as {kind}, which "
             "cannot be read; use a file of another quantization"
         ) from error
-    # torch wants memory it may write to.
-    return torch.from_numpy(np.require(values, requirements="W")).view(tensor.shape)
 
 
-def _long_rows(raw: np.ndarray[Any, np.dtype[np.uint8]], num_rows: int) -> np.ndarray[Any, Any]:
-    """A tensor's bytes in rows of whole blocks. The package works through 16 rows at a time, so
-    neighbours are joined into rows of up to 32 KiB: 0.7 s instead of 1.6 for the default model."""
-    while num_rows % 2 == 0 and 2 * raw.size // num_rows <= 2**15:
-        num_rows //= 2
-    return raw.reshape(num_rows, -1)
+def _aligned(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tensors begin where the file says, which need not be at a whole number."""
+    return data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
 
 
 def _tensors(header: GGUFHeader) -> list[GGUFTensor]:

@@ -85,7 +85,7 @@ def hf_value(name: str, value: Tensor, config: Any) -> Tensor:
         if ".k_proj." in name:
             return _unpermute(value, config.num_key_value_heads)
     if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
-        return value - 1.0
+        return value.float() - 1.0
     return value
 
 

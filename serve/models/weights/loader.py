@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+import torch
 from torch import Tensor
 
 from serve.errors import ConfigError
+from serve.kernels.stored import Blocks, Dense, StoredMatrix, all_finite, dequantize
 from serve.models.weights.checkpoint import Checkpoint
 from serve.models.weights.kv_scales import is_kv_scale
+from serve.models.weights.parameters import Target
 
 logger = logging.getLogger(__name__)
 
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store it; the config says the same
 
 
-def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Fill each target with the checkpoint's tensor of its name, converting the dtype.
+def load_parameters(targets: Mapping[str, Target], checkpoint: Checkpoint) -> None:
+    """Fill each target with the checkpoint's tensor of its name: matrices as they are stored, and
+    of a shard its part of them; others with their values, converted.
 
     Raises ConfigError naming the file and tensor when one is missing, has another shape or no
     floating-point numbers, or has no target.
@@ -29,7 +31,7 @@ def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
     started = time.monotonic()
     missing = set(targets)
     with _Progress(sum(target.numel() for target in targets.values())) as progress:
-        for file, name, tensor in _tensors(checkpoint):
+        for file, name, stored in _tensors(checkpoint):
             target = targets.get(name)
             if target is None:
                 if not (name.endswith(_COMPUTED) or is_kv_scale(name)):
@@ -38,24 +40,13 @@ def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
                         "config.json and weights do not belong together"
                     )
                 continue
-            if tensor.shape != target.shape:
-                raise ConfigError(
-                    f"{file}: tensor {name} has shape {list(tensor.shape)}, but the config asks "
-                    f"for {list(target.shape)}; config.json and weights do not belong together"
-                )
-            if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"{file}: tensor {name} holds {str(tensor.dtype).removeprefix('torch.')} "
-                    "numbers, not floating point ones; quantized checkpoints cannot be served, use "
-                    "the model's unquantized weights or a .gguf file"
-                )
-            target.copy_(tensor)
-            if not all(bound.isfinite() for bound in target.aminmax()):
-                raise ConfigError(
-                    f"{file}: tensor {name} has numbers that are not finite in "
-                    f"{str(target.dtype).removeprefix('torch.')}; download the file again, or "
-                    "choose a --dtype with a larger range"
-                )
+            matrix = Dense(stored) if isinstance(stored, Tensor) else stored
+            _check_shape(file, name, stored.shape, target)
+            _check_numbers(file, name, matrix, target.dtype)
+            if isinstance(target, Tensor):
+                target.copy_(dequantize(matrix))
+            else:
+                target.fill(matrix)
             missing.discard(name)
             progress.advance(target.numel())
     if missing:
@@ -63,9 +54,33 @@ def load_parameters(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
     logger.info("loaded %s in %.1f s", checkpoint.path, time.monotonic() - started)
 
 
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, Tensor]]:
+def _check_shape(file: Path, name: str, shape: Sequence[int], target: Target) -> None:
+    wanted = target.shape if isinstance(target, Tensor) else target.whole
+    if tuple(shape) != tuple(wanted):
+        raise ConfigError(
+            f"{file}: tensor {name} has shape {list(shape)}, but the config asks "
+            f"for {list(wanted)}; config.json and weights do not belong together"
+        )
+
+
+def _check_numbers(file: Path, name: str, matrix: StoredMatrix, dtype: torch.dtype) -> None:
+    if isinstance(matrix, Dense) and not matrix.weight.is_floating_point():
+        raise ConfigError(
+            f"{file}: tensor {name} holds {matrix.form} "
+            "numbers, not floating point ones; quantized checkpoints cannot be served, use "
+            "the model's unquantized weights or a .gguf file"
+        )
+    if not all_finite(matrix, dtype):
+        raise ConfigError(
+            f"{file}: tensor {name} has numbers that are not finite in "
+            f"{str(dtype).removeprefix('torch.')}; download the file again, or "
+            "choose a --dtype with a larger range"
+        )
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[Path, str, Tensor | Blocks]]:
     for file in checkpoint.files:
-        for name, tensor in checkpoint.tensors_of(file):
+        for name, tensor in checkpoint.stored_in(file):
             yield file, name, tensor
 
 
@@ -84,6 +99,10 @@ class _Progress:
     """A bar on a terminal, nothing elsewhere: the log line at the end is enough for a file."""
 
     def __init__(self, total: int) -> None:
+        # Late, like the terminal that it is for: it takes as long as loading a small model.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("loading weights"),
