@@ -120,7 +120,7 @@ async def read_one(port: int, tokens: int) -> int:
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
         b"content-type: application/json\r\n"
         + f"content-length: {len(body)}\r\n\r\n{body}".encode()
     )

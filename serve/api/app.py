@@ -62,11 +62,14 @@ BODIES = (
 )
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig, metrics: Metrics) -> FastAPI:
-    """The application over a started engine. Starting, draining and closing it is the caller's."""
+def create_app(
+    engine: AsyncEngine, config: ServerConfig, metrics: Metrics, *others: AsyncEngine
+) -> FastAPI:
+    """The application over a started engine, and over `others` for further models. Starting,
+    draining and closing them is the caller's."""
     app = FastAPI(title="serve-llm", version=__version__)
     limits = ClientLimits(metrics.client_refused)
-    service = Service((engine,), config, metrics, read_limits(config), limits)
+    service = Service((engine, *others), config, metrics, read_limits(config), limits)
     for routes in ROUTES:
         app.include_router(routes(service))
     describe_bodies(app, BODIES)

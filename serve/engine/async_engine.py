@@ -21,8 +21,7 @@ from serve.engine.client import EngineClient
 from serve.engine.control_calls import Answer, ControlCalls, value_of
 from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
-from serve.engine.prepared import Prepared
-from serve.engine.request_limits import check_priority, resolve_sampling, with_seed
+from serve.engine.request_limits import Prepared, check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
 from serve.engine.served_model import GenerationConfig, ServedModel
 from serve.engine.vigil import Patience, Vigil

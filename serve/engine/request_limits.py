@@ -1,15 +1,37 @@
-"""What is checked of a request before the engine sees it, and how its sampling is resolved."""
+"""What is checked of a request before the engine sees it, how its sampling is resolved, and what
+it is then."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 from serve.engine.served_model import ServedModel
 from serve.errors import InvalidRequest, PromptTooLong
 from serve.messages import EngineReady
 from serve.sampling_params import SamplingParams
+from serve.text.detokenizer import TextPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What all choices of one prompt share. `end_of_text_ids` are the ids whose stop the client did
+    not ask for by number."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    end_of_text_ids: frozenset[int]
+    text: TextPlan
+
+    def for_engine(self, seed: int | None) -> SamplingParams:
+        """The sampling as the engine is told, which knows no text: without stop strings. `seed`
+        None: its own."""
+        sampling = self.sampling
+        if seed is None and not sampling.stop:
+            return sampling
+        own = sampling.seed if seed is None else seed
+        return replace(sampling, stop=(), seed=own)
 
 
 def resolve_sampling(

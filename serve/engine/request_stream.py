@@ -128,9 +128,8 @@ class RequestStream:
         if not self._pending:
             assert self._failure is not None, self.label
             raise self._failure
-        output = joined(self._pending)
-        self._pending = []
-        return output
+        pending, self._pending = self._pending, []
+        return pending[0] if len(pending) == 1 else joined(pending)
 
     def times(self, finished_time: float) -> RequestTimes:
         """The request's history as the front saw it, its end at `finished_time`."""

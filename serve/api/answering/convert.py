@@ -126,7 +126,8 @@ async def wishes(
 
 def _refuse_unsupported(body: GenerationRequest) -> None:
     """Raises Unsupported, naming the field and the reason."""
-    refuse_unsupported_fields(body.model_extra, body.n or 1)
+    if body.model_extra:
+        refuse_unsupported_fields(body.model_extra, body.n or 1)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     if body.stream_interval is not None and body.stream_interval < 1:

@@ -32,6 +32,8 @@ def parts_of(output: RequestOutput) -> Sequence[Part]:
 
 def text_of(parts: Sequence[Part]) -> str:
     """The words among the parts."""
+    if len(parts) == 1:  # as nearly always in a stream
+        return parts[0].text
     return "".join([part.text for part in parts])
 
 

@@ -14,8 +14,7 @@ import httpx
 import openai
 import pytest
 
-from serve.api.answering.event_writer import KEEP_ALIVE
-from serve.api.answering.streaming import EventStream
+from serve.api.answering.streaming import KEEP_ALIVE, EventStream
 from serve.messages import AbortRequests
 from tests.api.conftest import ANSWER, MODEL, Server, running_server
 from tests.api.scripted import Script
