@@ -14,7 +14,7 @@ from torch import Tensor
 
 from serve.errors import ConfigError
 from serve.worker.device import cuda_device
-from serve.worker.device.device import GIB
+from serve.worker.device.kinds import GIB
 
 
 class FakeCuda:
