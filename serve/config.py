@@ -299,8 +299,15 @@ class ServerConfig:
     """Port to listen on; 0 picks a free one."""
     served_model_name: tuple[str, ...] = ()
     """Names clients may use for the model; default: the model argument."""
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
     """Keys clients must send as a bearer token; SERVE_LLM_API_KEY (comma separated) adds more."""
+    api_key_file: str | None = None
+    """File with more such keys, one per line; lines that begin with # are left out."""
+    admin_api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys that routes which control the server (scheduler settings, prefix cache, aborts) then
+    need; they open all others, too."""
+    admin_api_key_file: str | None = None
+    """File with more such keys, one per line."""
     client_weight: tuple[str, ...] = ()
     """NAME=WEIGHT: an API key or user that gets WEIGHT times the usual share (policy fair)."""
     limits_file: str | None = None
@@ -355,7 +362,10 @@ class ServerConfig:
     """Seconds that the engine may take for a step before it counts as stuck, with the same
     effect; must exceed the slowest step."""
     shutdown_timeout: float = 30.0
-    """Seconds that running requests may still take after SIGTERM."""
+    """Seconds that running requests may still take after SIGTERM (and drain-delay)."""
+    drain_delay: float = 0.0
+    """Seconds after SIGTERM in which /ready answers 503 but requests are still taken, so that load
+    balancers turn away first."""
     engine_restarts: int = 1
     """How often within a minute an engine process that died is started again; every open request
     then goes on where it was. 0: the server ends with it."""
@@ -394,6 +404,7 @@ class ServerConfig:
             seconds = getattr(self, flag)
             _require(seconds >= 2, flag.replace("_", "-"), seconds, "at least 2 seconds")
         _require(timeout >= 0, "shutdown-timeout", timeout, "0 or more seconds")
+        _require(self.drain_delay >= 0, "drain-delay", self.drain_delay, "0 or more seconds")
         _require(
             re.fullmatch(r"[A-Za-z_:][A-Za-z0-9_:]*", prefix) is not None,
             "metrics-prefix",

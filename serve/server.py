@@ -12,7 +12,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +21,11 @@ import uvloop
 
 from serve import __version__, logs
 from serve.api.app import create_app
+from serve.api.clients.keys import with_all_keys
 from serve.api.clients.limits_file import read_limits
 from serve.api.figures.metrics import Metrics
 from serve.checkpoint.hub import DEFAULT_MODEL, find_model
-from serve.config import EngineConfig, ServerConfig, api_keys_from_environment
+from serve.config import EngineConfig, ServerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.process.process_client import ProcessClient
 from serve.engine.served_model import read_generation_config
@@ -58,6 +58,7 @@ def run_server(config: EngineConfig, server: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("serve-llm %s: starting %s", __version__, config.model.model or DEFAULT_MODEL.name)
     try:
+        server = with_all_keys(server)
         read_limits(server)  # a mistake in it must not wait for the model to be loaded
         with _bind(server.host, server.port) as listener:
             _raise_file_limit()
@@ -74,7 +75,7 @@ class _Server:
     def __init__(
         self, config: EngineConfig, server: ServerConfig, model_path: Path, listener: socket.socket
     ) -> None:
-        self._config = replace(server, api_key=server.api_key + api_keys_from_environment())
+        self._config = server
         self._listener = listener
         self._metrics = Metrics(server.metrics_prefix)
         self._engine = AsyncEngine(
@@ -140,6 +141,8 @@ class _Server:
             await self._before_stop(asyncio.create_task(asyncio.sleep(_DEATH_NOTICE_S)))
             return 1
         self._stop.clear()
+        if self._config.drain_delay and not await self._let_others_turn_away():
+            return 1 if self._engine.dead_reason else 0
         logger.info(
             "stopping: running requests have %g s to finish; a second signal ends them now",
             self._config.shutdown_timeout,
@@ -147,6 +150,23 @@ class _Server:
         drained = asyncio.create_task(self._engine.drain(self._config.shutdown_timeout))
         await self._before_stop(drained)
         return 1 if self._engine.dead_reason else 0
+
+    async def _let_others_turn_away(self) -> bool:
+        """Serve on for a while and say on /ready that it is not for long; False when the engine
+        died or another stop signal came meanwhile."""
+        delay_s = self._config.drain_delay
+        logger.info(
+            "stopping in %g s: /ready answers 503, requests are still taken; a second signal ends "
+            "them now",
+            delay_s,
+        )
+        self._engine.is_leaving = True
+        died = asyncio.create_task(self._engine.wait_dead())
+        waited = asyncio.create_task(asyncio.wait([died], timeout=delay_s))
+        try:
+            return await self._before_stop(waited) and not died.done()
+        finally:
+            died.cancel()
 
     async def _before_stop(self, work: asyncio.Task[Any]) -> bool:
         """Wait for `work`; False when a stop signal came first (`work` is then cancelled)."""

@@ -12,8 +12,8 @@ from serve.errors import ConfigError
 MAX_BYTES = 4 * 2**20
 
 
-def read_yaml(path: Path, flag: str) -> Any:
-    """What a YAML file holds; None if that is nothing. Raises ConfigError."""
+def read_bytes(path: Path, flag: str) -> bytes:
+    """All that a file of settings holds. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -21,6 +21,12 @@ def read_yaml(path: Path, flag: str) -> Any:
         raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror}).") from error
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{flag} {path}: has more than {MAX_BYTES} bytes.")
+    return raw
+
+
+def read_yaml(path: Path, flag: str) -> Any:
+    """What a YAML file holds; None if that is nothing. Raises ConfigError."""
+    raw = read_bytes(path, flag)
     try:
         return yaml.safe_load(raw.decode("utf-8"))
     except RecursionError:  # its own lines would be a thousand

@@ -13,7 +13,7 @@ from serve.api.admin.system import system_routes
 from serve.api.admin.tokenize import tokenize_routes
 from serve.api.anthropic.errors import AnthropicErrors
 from serve.api.anthropic.messages import anthropic_routes
-from serve.api.clients.auth import OPEN_PATHS, ApiKeyGuard
+from serve.api.clients.auth import OPEN_PATHS, ApiKeyGuard, KnownKeys
 from serve.api.clients.client_limits import ClientLimits
 from serve.api.clients.limits_file import read_limits
 from serve.api.clients.origins import HostGuard, OriginGuard, allowed_hosts
@@ -81,9 +81,10 @@ def create_app(
 def _surround(app: FastAPI, config: ServerConfig) -> None:
     """Middleware, innermost first: a preflight meets CORS before it meets the guards."""
     app.add_middleware(HeadAsGet)
-    if config.api_key:
+    if config.api_key or config.admin_api_key:
         open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
-        app.add_middleware(ApiKeyGuard, keys=config.api_key, open_paths=open_paths)
+        keys, admin_keys = KnownKeys(config.api_key), KnownKeys(config.admin_api_key)
+        app.add_middleware(ApiKeyGuard, keys=keys, admin_keys=admin_keys, open_paths=open_paths)
     app.add_middleware(OriginGuard, allowed=config.allowed_origins)
     if config.allowed_origins:
         app.add_middleware(

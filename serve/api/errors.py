@@ -89,6 +89,10 @@ class Unauthorized(RequestError):
     """The API key is missing or wrong."""
 
 
+class NeedsAdmin(RequestError):
+    """The key is good, but not for a route that controls the server."""
+
+
 class ForeignOrigin(RequestError):
     """A web page of another origin, which may not use the server."""
 
@@ -128,6 +132,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = MappingProxyType(
         InvalidJson: ErrorKind(400, _INVALID, "invalid_json"),
         PromptTooLong: ErrorKind(400, _INVALID, "context_length_exceeded"),
         Unauthorized: ErrorKind(401, "authentication_error", "invalid_api_key"),
+        NeedsAdmin: ErrorKind(403, "permission_error", "admin_key_required"),
         ForeignOrigin: ErrorKind(403, "permission_error", "origin_not_allowed"),
         ForeignHost: ErrorKind(403, "permission_error", "host_not_allowed"),
         ModelNotFound: ErrorKind(404, _INVALID, "model_not_found"),

@@ -52,6 +52,7 @@ class AsyncEngine:
 
     `ready` and `model` exist from `start` on. `dead_reason` says why nothing can be generated any
     more, or is None. `is_restarting`: the engine died, and its successor is not ready yet.
+    `is_leaving`: it will not be here for long, so that new requests had better go elsewhere.
     `seed` is where the seeds of requests without one come from.
     """
 
@@ -86,6 +87,7 @@ class AsyncEngine:
         self._no_readers.set()
         self._dead = asyncio.Event()
         self._draining = False
+        self.is_leaving = False
         self._pump_task: asyncio.Task[None] | None = None
         self._restoring: list[asyncio.Task[None]] = []
 
@@ -215,7 +217,7 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests, and wait until all running ones have been read to their end, or
         for `timeout_s`."""
-        self._draining = True
+        self._draining = self.is_leaving = True
         try:
             await asyncio.wait_for(self._until_all_read(), timeout_s)
         except TimeoutError:
@@ -232,7 +234,7 @@ class AsyncEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.dead_reason is None:
-            self._draining = True
+            self._draining = self.is_leaving = True
             self._die("the server is shutting down.")
         await self._client.close()
         self.tokenizer.close()

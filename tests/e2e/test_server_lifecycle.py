@@ -246,6 +246,42 @@ async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(tiny_m
         assert server.wait() == 0, server.log
 
 
+async def test_load_balancers_turn_away_first_and_keys_are_written_nowhere(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Keys of every source, all over the log, the engine's process and what is left behind."""
+    keys = {name: f"planted-{name}" for name in ("file", "environment", "admin", "wrong")}
+    for name in ("file", "admin"):
+        (tmp_path / name).write_text(keys[name])
+        (tmp_path / name).chmod(0o600)
+    trace = tmp_path / "trace.jsonl"
+    flags = ["--served-model-name", "tiny", "--drain-delay", "600", "--log-level", "debug"]
+    flags += ["--api-key-file", str(tmp_path / "file"), "--trace-file", str(trace)]
+    flags += ["--admin-api-key-file", str(tmp_path / "admin")]
+    with serve(tiny_model, *flags, SERVE_LLM_API_KEY=keys["environment"]) as server:
+        server.wait_ready()
+        seen = " ".join([*server.engine.cmdline(), *server.engine.environ().values()])
+
+        async def statuses(method: str, path: str, **body: object) -> list[int]:
+            bearers = [{"authorization": f"Bearer {key}"} for key in keys.values()]
+            answers = [await http.request(method, path, headers=h, json=body) for h in bearers]
+            seen_answers.extend(answer.text for answer in answers)
+            return [answer.status_code for answer in answers]
+
+        seen_answers: list[str] = []
+        async with client(server) as http:
+            assert await statuses("POST", "/reset_prefix_cache") == [403, 403, 200, 401]
+            assert await statuses("GET", "/v1/scheduler/config") == [200, 200, 200, 401]
+            server.signal(signal.SIGTERM)
+            await until(lambda: "stopping in 600 s" in server.log, "it says so")
+            assert (await http.get("/ready")).status_code == 503
+            asked = completion("late", 1)
+            assert await statuses("POST", "/v1/completions", **asked) == [200, 200, 200, 401]
+        assert server.stop() == 0, server.log
+        seen += " ".join([server.log, trace.read_text(), *seen_answers])
+    assert "planted" not in seen
+
+
 async def test_after_the_shutdown_timeout_running_requests_end_with_an_error(
     tiny_model: Path,
 ) -> None:

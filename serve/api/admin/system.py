@@ -9,7 +9,7 @@ from serve import __version__
 from serve.api.openapi import ERROR_RESPONSES
 from serve.api.protocol.models import Health, Load, ModelCard, ModelList, Version
 from serve.api.service import Service
-from serve.errors import EngineRestarting
+from serve.errors import EngineRestarting, ShuttingDown
 
 
 def system_routes(service: Service) -> APIRouter:
@@ -28,6 +28,8 @@ def system_routes(service: Service) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Health:
         health = _health(service)
+        if service.engine.is_leaving:
+            raise ShuttingDown("The server is about to stop.")
         if health.status != "ok":
             raise EngineRestarting("The engine is being started again.")
         return health

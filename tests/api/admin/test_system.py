@@ -21,6 +21,15 @@ def test_health_and_ping_tell_that_the_engine_lives(http: httpx.Client) -> None:
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
+def test_who_is_leaving_is_not_ready_but_still_answers() -> None:
+    with running_server() as server, server.http() as http:
+        server.engine.is_leaving = True
+        ready, health = http.get("/ready"), http.get("/health")
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+    assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
+    assert (health.status_code, answer.status_code) == (200, 200)
+
+
 def test_ops_01_health_and_every_request_say_503_once_the_engine_is_dead() -> None:
     with running_server() as server, server.http() as http:
         server.on_loop(lambda: server.client.die("out of memory"))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from serve.api.clients.auth import OPEN_PATHS, presented_key
+from serve.api.clients.auth import OPEN_PATHS, controls_the_server, presented_key
 from serve.config import ServerConfig
 from tests.api.conftest import Server, running_server
 
@@ -116,3 +116,59 @@ def test_metrics_can_be_opened() -> None:
     with running_server(config) as server, server.http() as http:
         assert http.get("/metrics").status_code == 200
         assert http.get("/load").status_code == 401
+
+
+CONTROLS = (
+    ("POST", "/abort_requests"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/v1/scheduler/config"),
+    ("GET", "/v1/prefix_cache/pin"),
+    ("POST", "/v1/prefix_cache/pin"),
+    ("DELETE", "/v1/prefix_cache/pin/pin-1"),
+)
+ANSWERED = (CONTROLS[0], CONTROLS[2], CONTROLS[4])  # a bad body's 400 needs no engine
+ORDINARY = (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics"))
+
+
+def statuses(http: httpx.Client, routes: tuple[tuple[str, str], ...], key: str) -> set[int]:
+    return {http.request(m, path, json=[], headers=bearer(key)).status_code for m, path in routes}
+
+
+def test_what_controls_the_server_needs_an_admin_key_where_there_is_one() -> None:
+    config = ServerConfig(api_key=("planted",), admin_api_key=("planted-admin", "another"))
+    with running_server(config) as server, server.http() as http:
+        assert statuses(http, CONTROLS, "planted") == {403}
+        refused = http.post("/abort_requests", json={}, headers=bearer("planted"))
+        assert refused.json()["error"]["code"] == "admin_key_required"
+        assert "planted" not in refused.text
+        assert statuses(http, CONTROLS, "wrong") == statuses(http, ORDINARY, "wrong") == {401}
+        assert statuses(http, ORDINARY, "planted") == {200, 400}
+        for key in config.admin_api_key:
+            assert statuses(http, ANSWERED, key) == {400}
+            assert statuses(http, ORDINARY, key) == {200, 400}
+
+
+def test_an_admin_key_alone_closes_the_controls_and_nothing_else() -> None:
+    with running_server(ServerConfig(admin_api_key=("planted",))) as server, server.http() as http:
+        assert statuses(http, CONTROLS, "any") == {401}
+        assert statuses(http, ORDINARY, "any") == {200, 400}
+        assert statuses(http, ANSWERED, "planted") == {400}
+        odd = ("/abort_requests/", "/reset_prefix_cache?x=1", "/abort%5frequests")
+        assert {http.post(path, json=[]).status_code for path in odd} == {401}
+    for method, closed in (("GET", False), ("HEAD", False), ("POST", True), ("PUT", True)):
+        scope = {"type": "http", "method": method, "path": "/v1/scheduler/config"}
+        assert controls_the_server(scope) is closed
+
+
+def test_every_route_that_is_tagged_as_control_is_closed_to_ordinary_keys(
+    visitor: httpx.Client,
+) -> None:
+    document = visitor.get("/openapi.json").json()
+    found = {
+        (method.upper(), path.replace("{pin_id}", "pin-1"))
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        if operation["tags"][0] in {"control", "prefix cache"}
+        or (operation["tags"][0] == "scheduler" and method != "get")
+    }
+    assert found == set(CONTROLS)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve.engine.prefix_file import GIB
 from serve.errors import ConfigError
 from serve.worker.device import cuda_device
+from serve.worker.device.kinds import GIB
 
 
 class FakeCuda:
