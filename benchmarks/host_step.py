@@ -24,6 +24,7 @@ from serve.kernels.base import (
     AttentionMetadata,
     DecoderParts,
     ForwardContext,
+    GatedParts,
     LayerParts,
     PackedLinear,
 )
@@ -49,8 +50,7 @@ def decoder() -> DecoderParts:
     layer = LayerParts(
         qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM),
         output=linear(HIDDEN),
-        gate_up=linear(2 * WIDE),
-        down=linear(HIDDEN),
+        mlp=GatedParts(linear(2 * WIDE), linear(HIDDEN)),
         before_attention=norm,
         query_norm=None,
         key_norm=None,

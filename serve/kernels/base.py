@@ -185,13 +185,24 @@ class PackLinearFn(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedParts:
+    """down(activation(first half) * second half) of what `gate_up` gives."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+MlpParts = GatedParts | Callable[[Tensor], Tensor]
+"""A layer's MLP; one of another kind computes itself, [T, hidden] → [T, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """One decoder layer: packed products and norm weights, offsets included."""
 
     qkv: PackedLinear
     output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: MlpParts
     before_attention: Tensor
     query_norm: Tensor | None  # of every query head, with key_norm
     key_norm: Tensor | None
@@ -228,8 +239,9 @@ class DecoderStack(Protocol):
 
 
 class FuseDecoderFn(Protocol):
-    def __call__(self, decoder: DecoderParts) -> DecoderStack:
-        """One call for a whole decoder, with the bits of the single operations."""
+    def __call__(self, decoder: DecoderParts) -> DecoderStack | None:
+        """One call for a whole decoder, with the bits of the single operations. None if there is
+        a layer in it that the call does not know."""
 
 
 class CopyBlocksFn(Protocol):

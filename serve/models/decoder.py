@@ -51,8 +51,8 @@ class DecoderModel:
         self.can_be_recorded = not self.needs_prompt_lens
         self.prompt_limits = [r.prompt_limit for r in self._ropes if r.prompt_limit is not None]
         decoder = _pack_layers(spec, ropes, parameters, kernels)
-        fuse = kernels.fuse_decoder
-        self._stack: DecoderStack = fuse(decoder) if fuse else LayerByLayer(decoder, kernels)
+        fused = kernels.fuse_decoder(decoder) if kernels.fuse_decoder else None
+        self._stack: DecoderStack = fused or LayerByLayer(decoder, kernels)
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] int64 → [T or S, hidden], final norm applied."""

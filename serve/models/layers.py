@@ -9,6 +9,7 @@ from torch import Tensor
 from serve.kernels.base import (
     DecoderParts,
     ForwardContext,
+    GatedParts,
     HeadNorms,
     Kernels,
     LayerParts,
@@ -37,8 +38,7 @@ def pack_layer(
     return LayerParts(
         qkv=pack(parameters.qkv, kernels),
         output=pack(parameters.output, kernels),
-        gate_up=pack(parameters.gate_up, kernels),
-        down=pack(parameters.down, kernels),
+        mlp=GatedParts(pack(parameters.gate_up, kernels), pack(parameters.down, kernels)),
         before_attention=norms["input_layernorm"],
         query_norm=norms.get("self_attn.q_norm"),
         key_norm=norms.get("self_attn.k_norm"),
@@ -62,7 +62,10 @@ class DecoderLayer:
     ) -> None:
         parts = decoder.layers[index]
         self._attention = Attention(decoder, index, parts, kernels)
-        self._mlp = GatedMLP(parts, decoder.activation, kernels)
+        mlp = parts.mlp
+        if isinstance(mlp, GatedParts):
+            mlp = GatedMLP(mlp, decoder.activation, kernels).forward
+        self._mlp = mlp
         self._parts = parts
         self._next_norm = next_norm
         self._eps = decoder.eps
@@ -82,7 +85,7 @@ class DecoderLayer:
         if parts.after_attention is not None:
             output = self._rms_norm(output, parts.after_attention, eps)
         normed, residual = self._add_rms_norm(output, residual, parts.before_mlp, eps)
-        output = self._mlp.forward(normed)
+        output = self._mlp(normed)
         if parts.after_mlp is not None:
             output = self._rms_norm(output, parts.after_mlp, eps)
         return self._add_rms_norm(output, residual, self._next_norm, eps)
@@ -129,7 +132,7 @@ class Attention:
 class GatedMLP:
     """[T, hidden] → [T, hidden]: down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, parts: LayerParts, activation: str, kernels: Kernels) -> None:
+    def __init__(self, parts: GatedParts, activation: str, kernels: Kernels) -> None:
         self._gate_up, self._down = parts.gate_up, parts.down
         self._gated_act = kernels.gated_act
         self._activation = activation

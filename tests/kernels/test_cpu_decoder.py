@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import quantize
 from torch import Tensor
 
-from serve.kernels.base import DecoderParts, ForwardContext, LayerParts, PackedLinear
+from serve.kernels.base import DecoderParts, ForwardContext, GatedParts, LayerParts, PackedLinear
 from serve.kernels.stored import Blocks, Dense, StoredMatrix
 from serve.models.layers import LayerByLayer
 from tests.kernels.cpu_kernels import compiled
@@ -36,8 +36,10 @@ def layer(seed: int, *, gemma: bool, window: int | None, rope: int) -> LayerPart
     return LayerParts(
         qkv=pack(weight(width, HIDDEN), weight(width)),
         output=pack(weight(HIDDEN, HEADS * HEAD_DIM), None),
-        gate_up=pack(weight(2 * INTERMEDIATE, HIDDEN).half(), None),
-        down=pack(weight(HIDDEN, INTERMEDIATE), None),
+        mlp=GatedParts(
+            gate_up=pack(weight(2 * INTERMEDIATE, HIDDEN).half(), None),
+            down=pack(weight(HIDDEN, INTERMEDIATE), None),
+        ),
         before_attention=weight(HIDDEN),
         query_norm=weight(HEAD_DIM) if gemma else None,
         key_norm=weight(HEAD_DIM) if gemma else None,
@@ -126,8 +128,10 @@ def test_gating_as_one_multiplies_has_the_bits_of_gating_afterwards(
     weight = stored(torch.randn(2 * intermediate, HIDDEN))
     changed = replace(
         parts.layers[0],
-        gate_up=kernels.pack_linear([weight], torch.randn(2 * intermediate) if biased else None),
-        down=kernels.pack_linear([Dense(torch.randn(HIDDEN, intermediate))], None),
+        mlp=GatedParts(
+            kernels.pack_linear([weight], torch.randn(2 * intermediate) if biased else None),
+            kernels.pack_linear([Dense(torch.randn(HIDDEN, intermediate))], None),
+        ),
     )
     parts = replace(parts, layers=[changed])
     fused, single = context([(num_tokens, num_tokens)]), context([(num_tokens, num_tokens)])
@@ -137,6 +141,23 @@ def test_gating_as_one_multiplies_has_the_bits_of_gating_afterwards(
     theirs = LayerByLayer(parts, kernels)(hidden.clone(), ropes(single.positions), single)
 
     assert torch.equal(ours, theirs)
+
+
+def test_a_layer_of_another_kind_is_not_fused_but_served_operation_by_operation() -> None:
+    kernels, parts = compiled(), decoder(gemma=False)
+    assert kernels.fuse_decoder is not None
+    gated = parts.layers[1].mlp
+    assert isinstance(gated, GatedParts)
+
+    def other(hidden: Tensor) -> Tensor:
+        return gated.down(kernels.gated_act(gated.gate_up(hidden), parts.activation))
+
+    mixed = replace(parts, layers=[parts.layers[0], replace(parts.layers[1], mlp=other)])
+    assert kernels.fuse_decoder(mixed) is None
+    ours, theirs, hidden = context(LENS), context(LENS), torch.randn(37, HIDDEN)
+    found = LayerByLayer(mixed, kernels)(hidden.clone(), ropes(ours.positions), ours)
+    expected = LayerByLayer(parts, kernels)(hidden.clone(), ropes(theirs.positions), theirs)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("gemma", [False, True])

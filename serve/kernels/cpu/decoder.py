@@ -12,7 +12,14 @@ from ctypes import Array, byref, c_void_p, pointer
 import torch
 from torch import Tensor
 
-from serve.kernels.base import DecoderParts, DecoderStack, ForwardContext, LayerParts, PackedLinear
+from serve.kernels.base import (
+    DecoderParts,
+    DecoderStack,
+    ForwardContext,
+    GatedParts,
+    LayerParts,
+    PackedLinear,
+)
 from serve.kernels.cpu.attention import batch_of
 from serve.kernels.cpu.elementwise import ACTIVATIONS
 from serve.kernels.cpu.library import Decoder, Layer, Library, Linear, RopeTable, Step, as_rows
@@ -25,7 +32,10 @@ class DecoderFuser:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def __call__(self, decoder: DecoderParts) -> DecoderStack:
+    def __call__(self, decoder: DecoderParts) -> DecoderStack | None:
+        mlps = [layer.mlp for layer in decoder.layers]
+        if not all(isinstance(mlp, GatedParts) for mlp in mlps):
+            return None
         return FusedDecoder(self._library, decoder)
 
 
@@ -68,8 +78,9 @@ class FusedDecoder:
         return out
 
     def _layer(self, parts: LayerParts) -> Layer:
+        assert isinstance(parts.mlp, GatedParts), "DecoderFuser declines other kinds"
         return Layer(
-            *map(_described, (parts.qkv, parts.output, parts.gate_up, parts.down)),
+            *map(_described, (parts.qkv, parts.output, parts.mlp.gate_up, parts.mlp.down)),
             *(self._norm(parts.before_attention), self._norm(parts.query_norm)),
             *(self._norm(parts.key_norm), self._norm(parts.after_attention)),
             *(self._norm(parts.before_mlp), self._norm(parts.after_mlp)),
