@@ -31,10 +31,10 @@ from serve.engine.build import build_engine_core
 from serve.engine.inline import InlineClient
 from serve.engine.observer import NoObserver
 from serve.engine.outputs import RequestOutput
-from serve.engine.served_model import read_generation_config
 from serve.errors import ConfigError, EngineDead, InvalidRequest
 from serve.messages import EngineReady, EngineStats, TokenLogprobs
 from serve.sampling_params import SamplingParams
+from serve.text.generation_config import read_generation_config
 from serve.text.placeholder_tokenizer import load_tokenizer
 
 T = TypeVar("T")

@@ -28,11 +28,11 @@ from serve.checkpoint.hub import DEFAULT_MODEL, find_model
 from serve.config import EngineConfig, ServerConfig
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.process.process_client import ProcessClient
-from serve.engine.served_model import read_generation_config
 from serve.engine.succession import Succession
 from serve.engine.vigil import Patience
 from serve.errors import ConfigError
 from serve.http_protocol import HttpLimits, HttpProtocol
+from serve.text.generation_config import read_generation_config
 from serve.text.placeholder_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from serve.engine.observer import EngineObserver
 from serve.engine.outputs import RequestOutput
 from serve.engine.request_limits import Prepared, check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
-from serve.engine.served_model import GenerationConfig, ServedModel
+from serve.engine.served_model import ServedModel
 from serve.engine.vigil import Patience, Vigil
 from serve.errors import EngineDead, RequestAborted, ServeError, ShuttingDown
 from serve.messages import (
@@ -39,6 +39,7 @@ from serve.messages import (
 )
 from serve.sampling_params import SamplingParams
 from serve.text.detokenizer import Detokenizer, text_plan
+from serve.text.generation_config import GenerationConfig
 from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from serve.engine.build import core_over
 from serve.engine.core import EngineCore, Inbox, Outbox
 from serve.engine.inline import InlineClient
 from serve.engine.observer import FinishedRequest
-from serve.engine.served_model import GenerationConfig, ServedModel
+from serve.engine.served_model import ServedModel
 from serve.messages import (
     AbortRequests,
     AddRequest,
@@ -24,6 +24,7 @@ from serve.messages import (
     ToEngine,
     TokenDelta,
 )
+from serve.text.generation_config import GenerationConfig
 from tests.fakes import FakeExecutor
 from tests.text.tiny_tokenizers import served
 

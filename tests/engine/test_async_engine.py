@@ -10,10 +10,10 @@ import pytest
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.control_calls import MAX_OPEN
 from serve.engine.outputs import RequestOutput
-from serve.engine.served_model import GenerationConfig
 from serve.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull, ShuttingDown
 from serve.messages import FinishReason, RequestTimes, Shutdown, TokenDelta, TokenLogprobs
 from serve.sampling_params import RepetitionDetection, SamplingParams
+from serve.text.generation_config import GenerationConfig
 from tests.engine.fake_front import InlineEngine, inline_engine, scripted_engine
 from tests.fakes import reference_completion
 

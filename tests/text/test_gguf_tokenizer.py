@@ -9,8 +9,8 @@ import pytest
 from gguf import GGUFWriter
 from tokenizers import pre_tokenizers
 
-from serve.engine.served_model import read_generation_config
 from serve.errors import ConfigError
+from serve.text.generation_config import read_generation_config
 from serve.text.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

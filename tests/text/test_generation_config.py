@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.engine.served_model import GenerationConfig, read_generation_config
 from serve.errors import ConfigError
+from serve.text.generation_config import GenerationConfig, read_generation_config
 
 
 def folder(path: Path, generation: Any = None, config: Any = None) -> Path:
