@@ -11,11 +11,8 @@ import asyncio
 import atexit
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
-
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serve.checkpoint.hub import DEFAULT_MODEL, find_model
 from serve.config import (
@@ -33,6 +30,7 @@ from serve.engine.observer import NoObserver
 from serve.engine.outputs import RequestOutput
 from serve.errors import ConfigError, EngineDead, InvalidRequest
 from serve.messages import EngineReady, EngineStats, TokenLogprobs
+from serve.progress import BatchBar
 from serve.sampling_params import SamplingParams
 from serve.text.generation_config import read_generation_config
 from serve.text.placeholder_tokenizer import load_tokenizer
@@ -155,7 +153,7 @@ class LLM:
             self._engine.generate(ids, params)
             for ids, params in zip(token_ids, sampling, strict=True)
         ]
-        with _Bar(len(streams)) if progress else nullcontext() as bar:
+        with BatchBar("generating", len(streams), shown=progress) as bar:
             return await asyncio.gather(
                 *(
                     _collect(prompt, ids, stream, bar)
@@ -188,45 +186,17 @@ class _LastStats(NoObserver):
         self.stats = stats
 
 
-class _Bar:
-    """A progress bar over a batch: prompts done, tokens generated, time."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._num_tokens = 0
-        self._progress = Progress(
-            TextColumn("generating"),
-            *Progress.get_default_columns()[1:2],
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]} tokens"),
-            TimeElapsedColumn(),
-        )
-        self._task = self._progress.add_task("", total=num_prompts, tokens=0)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, num_tokens: int, *, prompts: int) -> None:
-        """Note new tokens, and prompts that are done with them."""
-        self._num_tokens += num_tokens
-        self._progress.update(self._task, advance=prompts, tokens=self._num_tokens)
-
-
 async def _collect(
     prompt: str | Sequence[int],
     prompt_token_ids: list[int],
     stream: AsyncIterator[RequestOutput],
-    bar: _Bar | None,
+    bar: BatchBar,
 ) -> LLMOutput:
     """Read one request to its end."""
     parts: list[RequestOutput] = []
     async for part in stream:
         parts.append(part)
-        if bar is not None:
-            bar.advance(len(part.token_ids), prompts=int(part.finish_reason is not None))
+        bar.advance(len(part.token_ids), done=int(part.finish_reason is not None))
     last = parts[-1]
     assert last.finish_reason is not None
     return LLMOutput(

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "serve").rglob("*.py"))
 
-BASE = {"__init__", "config", "errors", "messages", "sampling_params"}
+BASE = {"__init__", "config", "errors", "messages", "progress", "sampling_params"}
 # Which of our parts each part may import, besides itself and the base. `llm` (offline use) and
 # `server` (the process) join the halves; `bench` measures either from outside; `cli` starts them.
 MAY_IMPORT: dict[str, set[str]] = {

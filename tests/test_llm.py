@@ -105,12 +105,12 @@ def test_progress_shows_a_bar_that_reaches_the_end(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm.generate(["one", "two"], GREEDY, progress=True)
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "generating" in shown
     assert "2/2" in shown
     assert "12 tokens" in shown
     llm.generate(["one"], GREEDY)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
 
 
 def test_preemption_is_real_and_changes_nothing(model: Path, llm: LLM) -> None:

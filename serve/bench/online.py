@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 
 import uvloop
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serve.bench.client import Target, encode_request, exchange
-from serve.bench.load import Load, LoadRun, RequestRecord, prepare_load, run_load
+from serve.bench.load import Load, LoadRun, prepare_load, run_load
 from serve.bench.options import ArrivalOptions, ReportOptions, TargetOptions, WorkloadOptions
 from serve.bench.plot import new_figure, plot_run
 from serve.bench.report import show, write_json
 from serve.bench.summary import Summary, summarize
 from serve.bench.workload import PlannedRequest, arrival_times, plan_requests
 from serve.errors import ConfigError
+from serve.progress import BatchBar
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,10 @@ async def _measure(
     model = target.model or await _first_model(target)
     load = prepare_load(target, model, requests, due, arrivals.max_concurrency)
     await _warm_up(target, model, requests[: arrivals.num_warmups])
-    with _Bar(len(requests), shown=report.progress) as bar:
-        run = await run_load(load, bar.advance)
+    with BatchBar("requests", len(requests), shown=report.progress) as bar:
+        run = await run_load(
+            load, lambda r: bar.advance(r.num_tokens, done=1, failed=int(r.error is not None))
+        )
     return Measured(run, summarize(run, report.limits_ms()))
 
 
@@ -100,36 +102,3 @@ async def _warm_up(target: TargetOptions, model: str, requests: list[PlannedRequ
     for record in (await run_load(load)).records:
         if record.error is not None:
             raise ConfigError(f"{target.base_url} answers: {record.error}.")
-
-
-class _Bar:
-    """Requests done and failed, tokens, time."""
-
-    def __init__(self, num_requests: int, shown: bool) -> None:
-        self._num_tokens = self._num_failed = 0
-        self._progress = Progress(
-            TextColumn("requests"),
-            *Progress.get_default_columns()[1:2],
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]} tokens, {task.fields[failed]} failed"),
-            TimeElapsedColumn(),
-            refresh_per_second=2,  # the server needs the cores
-            console=Console(stderr=True),
-            disable=not shown,
-        )
-        self._task = self._progress.add_task("", total=num_requests, tokens=0, failed=0)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, record: RequestRecord) -> None:
-        """Note a request that ended."""
-        self._num_tokens += record.num_tokens
-        self._num_failed += record.error is not None
-        self._progress.update(
-            self._task, advance=1, tokens=self._num_tokens, failed=self._num_failed
-        )

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from serve.kernels.base import AttentionMetadata, ForwardContext
 from serve.models.base import CausalModel
+from serve.progress import StartBar
 from serve.worker.device.device import CapturedWork, GraphRecorder
 from serve.worker.input_builder import ModelInput
 
@@ -217,10 +216,11 @@ class StepGraphs:
         # One for all graphs: each would otherwise keep logits of its own.
         requests = max(size.num_requests for size in sizes)
         self._logits = torch.zeros((requests, self._model.vocab_size), device=device)
-        with _progress() as bar:
+        with StartBar("recording CUDA graphs", len(sizes)) as bar:
             # Largest first: the smaller graphs find room in the memory it has used.
-            for size in bar.track(sizes[::-1], description="recording CUDA graphs"):
+            for size in sizes[::-1]:
                 self._graphs[size], _ = self._recorder.capture(partial(self._run, size))
+                bar.advance()
         logger.info(
             "recorded CUDA graphs for %d batch sizes up to %d, and %d with prompts: "
             "%.1f s, %.2f GiB",
@@ -249,16 +249,3 @@ class StepGraphs:
         if sampled is not None and len(hidden) == tokens:  # a model may give all of them
             hidden = hidden[sampled]
         return self._logits[:rows].copy_(self._model.logits(hidden))
-
-
-def _progress() -> Progress:
-    """A bar on a terminal, nothing elsewhere: the log line at the end is enough for a file."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -15,6 +15,7 @@ from serve.kernels.stored import Blocks, Dense, StoredMatrix, all_finite, dequan
 from serve.models.weights.checkpoint import Checkpoint
 from serve.models.weights.kv_scales import is_kv_scale
 from serve.models.weights.parameters import Target
+from serve.progress import StartBar
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def load_parameters(targets: Mapping[str, Target], checkpoint: Checkpoint) -> No
     """
     started = time.monotonic()
     missing = set(targets)
-    with _Progress(sum(target.numel() for target in targets.values())) as progress:
+    with StartBar("loading weights", sum(t.numel() for t in targets.values())) as progress:
         for file, name, stored in _tensors(checkpoint):
             target = targets.get(name)
             if target is None:
@@ -93,34 +94,3 @@ def _describe(missing: set[str]) -> str:
     if not others:
         return f"tensor {first} is missing from the weights"
     return f"tensor {first} and {len(others)} more are missing from the weights"
-
-
-class _Progress:
-    """A bar on a terminal, nothing elsewhere: the log line at the end is enough for a file."""
-
-    def __init__(self, total: int) -> None:
-        # Late, like the terminal that it is for: it takes as long as loading a small model.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("loading weights"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def advance(self, count: int) -> None:
-        self._bar.advance(self._task, count)
