@@ -316,7 +316,7 @@ class AsyncEngine:
                     message = "its timeout passed while the engine was being started again."
                     reason = FinishReason.TIMEOUT
                     delta = TokenDelta(engine_id, [], finish_reason=reason, error=message)
-                    self._feed(stream, delta, now)
+                    self._feed(stream, delta, now, stream.engine)
             await asyncio.sleep(EXPIRE_EVERY_S)
 
     def _resume(self, ready: EngineReady) -> None:
@@ -349,22 +349,24 @@ class AsyncEngine:
     def _distribute(self, outputs: StepOutputs) -> None:
         self._vigil.heard()
         self._observer.stepped(outputs.stats)
+        engine = outputs.stats.engine
         for delta in outputs.deltas:
             stream = self._expecting.get(delta.request_id)
             if stream is not None:  # else it was aborted while this was on its way
-                stream.engine = outputs.stats.engine
-                self._feed(stream, delta, outputs.time)
+                self._feed(stream, delta, outputs.time, engine)
 
-    def _feed(self, stream: RequestStream, delta: TokenDelta, now: float) -> None:
+    def _feed(self, stream: RequestStream, delta: TokenDelta, now: float, engine: int) -> None:
         previous_time = stream.last_token_time
         stream.feed(delta, now)
         if delta.token_ids:
             if previous_time is None:
-                self._observer.first_token(now - stream.arrival_time, stream.engine)
+                stream.engine = engine
+                self._observer.first_token(now - stream.arrival_time, engine)
             else:
-                self._observer.inter_token(now - previous_time, stream.engine)
+                self._observer.inter_token(now - previous_time, engine)
         if delta.finish_reason is not None:
             del self._expecting[delta.request_id]
+            stream.engine = engine
             reason = stream.finish_reason or delta.finish_reason
             self._observer.request_finished(stream.finished(reason, now))
         elif stream.finish_reason is not None:  # a stop string, of which the engine knows nothing

@@ -50,7 +50,7 @@ class MessageAnswer:
         (choice,) = choices
         assert choice.finish_reason is not None
         reason, sequence = _stop(choice.finish_reason, choice.stop_reason)
-        blocks = [TextBlock(text=part.text) for part in whole_parts(choice.parts)]
+        blocks = [TextBlock(text=text) for text in whole_parts(choice.parts)]
         return json_response(self._message(blocks, tally.usage(), reason, sequence))
 
     async def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
@@ -105,10 +105,10 @@ class MessageAnswer:
         )
 
 
-def _delta(part: Text) -> bytes:
+def _delta(text: Text) -> bytes:
     return (
         'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
-        f'"delta":{{"type":"text_delta","text":{text_json(part.text)}}}}}\n\n'
+        f'"delta":{{"type":"text_delta","text":{text_json(text)}}}}}\n\n'
     ).encode("ascii")
 
 

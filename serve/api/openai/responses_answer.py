@@ -53,7 +53,7 @@ class ResponseWriter:
         logprobs: list[dict[str, Any]] = []
         if (writer := self.chat.logprobs_writer()) is not None:
             logprobs = writer.generated(choice.logprobs, hides_last=choice.hides_last)["content"]
-        content = [OutputText(text=p.text, logprobs=logprobs) for p in whole_parts(choice.parts)]
+        content = [OutputText(text=text, logprobs=logprobs) for text in whole_parts(choice.parts)]
         item = self.item(status, content)
         return self.answer(status, [item], usage)
 

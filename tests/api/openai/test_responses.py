@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from serve.api.openai.responses_answer import ResponseWriter
 from serve.config import ServerConfig
 from serve.messages import AddRequest
 from tests.api.conftest import ANSWER, MODEL, Server, running_server
@@ -126,6 +128,33 @@ def test_items_of_every_kind_become_turns(client: openai.OpenAI, server: Server)
         '<|im_start|>assistant\n[f {"a": 1}]<|im_end|>\n'
         "<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("scored", [False, True])
+def test_an_answer_with_log_probabilities_is_not_written_on_the_event_loop(
+    server: Server,
+    client: openai.OpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+    scored: bool,
+) -> None:
+    threads: list[int] = []
+    write = ResponseWriter.whole
+
+    def whole(self: ResponseWriter, *args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return write(self, *args)
+
+    monkeypatch.setattr(ResponseWriter, "whole", whole)
+    include: Any = ["message.output_text.logprobs"] if scored else []
+    answer: Any = client.responses.create(
+        model=MODEL, input="Hello", include=include, max_output_tokens=2, stream=stream
+    )
+    if stream:
+        list(answer)
+    (thread,) = threads
+    assert (thread == server.on_loop(threading.get_ident)) is not scored
 
 
 @pytest.mark.parametrize("stream", [False, True])
