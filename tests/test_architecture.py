@@ -463,8 +463,9 @@ def test_the_core_imports_without_the_server_packages() -> None:
     """Offline use and the GPU checks run where only torch and transformers are installed."""
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
-    server_side = {"api", "bench", "cli", "flags", "http_protocol", "server"}
-    lazily_imported = {"link.ipc", "engine.process.process_client", "simulate.flags"}
+    server_side = {"api", "bench", "cli", "flags", "http_protocol", "server", "serving"}
+    lazily_imported = {"link.ipc", "simulate.flags"}
+    lazily_imported |= {"engine.process.child", "engine.process.process_client"}
     core = [
         f"serve.{name}".removesuffix(".__init__")
         for name in MODULES
