@@ -113,10 +113,11 @@ def as_markdown(rounds: Sequence[Round], flags: Sequence[str]) -> str:
     """The result file."""
     wall = [r.start.wall_s / r.torch.wall_s for r in rounds]
     cpu = [r.start.cpu_s / r.torch.cpu_s for r in rounds]
+    described = ", ".join(f"{name} {value}" for name, value in machine.describe().items())
     lines = [
         "# Start: to the first token of a completion, warm",
         "",
-        f"{machine.describe()}; load average {os.getloadavg()[0]:.1f}. "
+        f"{described}; load average {os.getloadavg()[0]:.1f}. "
         f"`serve-llm serve {' '.join(flags)}`".rstrip(" `")
         + "`, made by "
         "`python -m benchmarks.start`.",
