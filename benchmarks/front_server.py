@@ -37,7 +37,7 @@ from serve.messages import (
     ToEngine,
     TokenDelta,
 )
-from serve.server import spare_the_collector
+from serve.serving import spare_the_collector
 from tests.api.scripted import byte_level_tokenizer
 
 WORD = " Hello"

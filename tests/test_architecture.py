@@ -43,7 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "http_protocol": set(),
     "api": {"engine", "text", "settings_file"},
     "llm": {"engine", "text", "checkpoint"},
-    "server": {"http_protocol", "api", "engine", "text", "checkpoint", "logs"},
+    "serving": {"http_protocol", "api", "engine", "text", "checkpoint", "logs"},
+    "server": {"serving", "engine", "checkpoint", "logs"},
     "bench": {"llm", "flags"},
     "simulate": {
         "flags",
@@ -85,9 +86,9 @@ ONLY_IN: dict[str, set[str]] = {
     "starlette": {"api"},
     "prometheus_client": {"api"},
     "pydantic": {"api"},
-    "uvicorn": {"server", "http_protocol"},
+    "uvicorn": {"serving", "http_protocol"},
     "httptools": {"http_protocol", "bench"},
-    "uvloop": {"server", "bench"},
+    "uvloop": {"serving", "bench"},
     "cyclopts": {"cli", "flags", "bench", "simulate.flags"},
     "yaml": {"settings_file"},
     "zmq": {"link"},
@@ -462,8 +463,9 @@ def test_the_core_imports_without_the_server_packages() -> None:
     """Offline use and the GPU checks run where only torch and transformers are installed."""
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
-    server_side = {"api", "bench", "cli", "flags", "http_protocol", "server"}
-    lazily_imported = {"link.ipc", "engine.process.process_client", "simulate.flags"}
+    server_side = {"api", "bench", "cli", "flags", "http_protocol", "server", "serving"}
+    lazily_imported = {"link.ipc", "simulate.flags"}
+    lazily_imported |= {"engine.process.child", "engine.process.process_client"}
     core = [
         f"serve.{name}".removesuffix(".__init__")
         for name in MODULES

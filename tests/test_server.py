@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from serve.server import spare_the_collector
+from serve.serving import spare_the_collector
 
 
 def test_what_comes_after_the_start_is_still_collected() -> None:

@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,12 +85,20 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
         raise ConfigError(f"{path}: not a file; download it again.")
     try:
-        with _mapped(path) as data:
-            return _Reader(data, path).header()
+        status = path.stat()
+        return _read_header(path, status.st_mtime_ns, status.st_size)
     except (OSError, ValueError, ArithmeticError, KeyError, struct.error) as error:
         raise ConfigError(
             f"{path}: not a readable GGUF file ({error}); download it again."
         ) from error
+
+
+@lru_cache(maxsize=4)
+def _read_header(path: Path, mtime_ns: int, size: int) -> GGUFHeader:
+    """Kept for as long as the file stays the same: a start asks for settings, vocabulary and
+    tensors one by one, and stepping over the vocabulary takes tens of milliseconds."""
+    with _mapped(path) as data:
+        return _Reader(data, path).header()
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -19,6 +19,12 @@ from serve.scheduler.scheduler import Scheduler
 from serve.worker.executor import BlockArchive, Executor, WorkerInfo
 
 
+def import_worker() -> None:
+    """Import what `build_engine_core` needs: torch takes seconds, and nobody need wait to be told
+    the model for that."""
+    import serve.worker.local_executor  # noqa: F401
+
+
 def build_engine_core(
     config: EngineConfig, model_path: Path, inbox: Inbox, outbox: Outbox
 ) -> tuple[EngineCore, EngineReady]:

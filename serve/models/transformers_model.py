@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,8 +93,7 @@ def load_transformers_model(
 ) -> TransformersModel:
     """Load a checkpoint as transformers' model, its weights rounded to `dtype` and, because torch
     multiplies in one dtype only, kept in `compute_dtype`. Raises ConfigError."""
-    if not sys.stderr.isatty():
-        hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     checkpoint = checkpoint.for_transformers()
     # transformers notes the attention in the config it is given; ours is shared with others.
     config = copy.deepcopy(checkpoint.hf_config)

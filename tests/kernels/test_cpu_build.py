@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,24 @@ def test_starts_at_the_same_time_do_not_disturb_each_other(
 
     assert len(outcomes) == 4
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_build_that_is_killed_leaves_no_files_behind(tmp_path: Path) -> None:
+    """By SIGKILL, of which it hears nothing."""
+    code = f"""
+import os, pathlib, signal
+from serve.kernels.cpu.build import _scratch_folder
+with _scratch_folder(pathlib.Path({str(tmp_path)!r})) as folder:
+    (folder / "half.o").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+
+    for _ in range(600):
+        if not any(tmp_path.iterdir()):
+            break
+        time.sleep(0.05)
+    assert not any(tmp_path.iterdir())
 
 
 def test_no_compiler_is_a_reason_with_a_remedy(

@@ -160,7 +160,7 @@ def test_malformed_added_tokens_are_a_config_error(tmp_path: Path, tokens: objec
 def test_the_server_reads_a_folders_tokenizer_without_torch(tmp_path: Path) -> None:
     folder = saved(tmp_path, byte_level(), eos_token="<|end|>")
     code = (
-        "import pathlib, sys, serve.server\n"
+        "import pathlib, sys, serve.serving\n"
         "from serve.text.tokenizer import Tokenizer\n"
         "Tokenizer.load(pathlib.Path(sys.argv[1]))\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"

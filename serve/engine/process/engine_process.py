@@ -27,23 +27,27 @@ logger = logging.getLogger(__name__)
 CoreBuilder = Callable[[EngineConfig, Path, Inbox, Outbox], tuple[EngineCore, EngineReady]]
 
 
-def run_engine_process(arguments: Sequence[str], build: CoreBuilder) -> NoReturn:
+def run_engine_process(
+    arguments: Sequence[str], build: CoreBuilder, prepare: Callable[[], object] = lambda: None
+) -> NoReturn:
     """Be the engine at the other end of `arguments` = (socket address, lifeline fd).
 
-    Exit code 0 after Shutdown, 1 after anything else, which the front is told.
+    `prepare` runs before it is known what to build. Exit code 0 after Shutdown, 1 after anything
+    else, which the front is told.
     """
-    exit_code = _run(arguments, build)
+    exit_code = _run(arguments, build, prepare)
     logging.shutdown()
     os._exit(exit_code)  # taking torch's modules apart one by one would cost seconds, for nothing
 
 
-def _run(arguments: Sequence[str], build: CoreBuilder) -> int:
+def _run(arguments: Sequence[str], build: CoreBuilder, prepare: Callable[[], object]) -> int:
     address, lifeline = arguments
     _leave_signals_to_the_front()
     _end_with_the_front(int(lifeline))
     from serve.link.ipc import EngineSocket  # late: signals and lifeline come first
 
     channel = EngineSocket(address)
+    prepare()
     launch = channel.receive_launch()
     logs.configure(launch.log_level)
     try:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
-import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
 from pathlib import Path
 
 from serve import logs
-from serve.config import EngineConfig, engine_environment
+from serve.config import EngineConfig
+from serve.engine.process.child import ENGINE_COMMAND, EngineChild
 from serve.engine.vigil import HEARTBEAT_S
 from serve.errors import ConfigError, EngineDead
 from serve.link.ipc import FrontSocket, Launch
@@ -24,8 +22,6 @@ from serve.messages import EngineDied, EngineReady, FromEngine, Shutdown, ToEngi
 
 logger = logging.getLogger(__name__)
 
-# -P: modules lying in the working directory must not pass for installed ones.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine")
 STOP_WITHIN_S = 5.0
 """After Shutdown, how long a step that runs may still take; then the process is killed."""
 SAVE_WITHIN_S = 120.0
@@ -41,16 +37,20 @@ class ProcessClient:
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, command: Sequence[str] = ENGINE_COMMAND
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        command: Sequence[str] = ENGINE_COMMAND,
+        child: EngineChild | None = None,
     ) -> None:
+        """`child` is a process that was started already, and is ours from now on."""
         self._launch = Launch(config, str(model_path), logs.level())
         self._command = command
         saves = config.cache.prefix_cache_file is not None
         self._stop_within_s = STOP_WITHIN_S + (SAVE_WITHIN_S if saves else 0)
-        self._socket: FrontSocket | None = None
-        self._lifeline: socket.socket | None = None
+        self._child = child
         self._seen_at = time.monotonic()
-        self._process: Process | None = None
+        self._is_open = False
         self._tasks: list[asyncio.Task[None]] = []
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._is_ready = False
@@ -59,32 +59,22 @@ class ProcessClient:
     @property
     def pid(self) -> int | None:
         """The engine's process id, once started."""
-        return self._process.pid if self._process else None
+        return self._child.pid if self._child else None
 
     async def start(self) -> EngineReady:
         """Start the process and wait until the model is loaded."""
-        self._socket = FrontSocket()
-        self._socket.send(self._launch)
-        self._lifeline, child_end = socket.socketpair()
-        self._lifeline.setblocking(False)
-        with child_end:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                self._socket.address,
-                str(child_end.fileno()),
-                stdin=DEVNULL,
-                pass_fds=(child_end.fileno(), self._socket.address_fd),
-                env=engine_environment(),
-            )
-        asyncio.get_running_loop().add_reader(self._lifeline, self._note_life)
+        child = self._child = self._child or EngineChild(self._command)
+        self._is_open = True
+        child.socket.send(self._launch)
+        asyncio.get_running_loop().add_reader(child.lifeline, self._note_life)
         self._tasks = [
-            asyncio.create_task(self._read_messages(self._socket), name="engine-messages"),
-            asyncio.create_task(self._watch_process(self._process), name="engine-watch"),
+            asyncio.create_task(self._read_messages(child.socket), name="engine-messages"),
+            asyncio.create_task(self._watch_process(child), name="engine-watch"),
         ]
         match await self.receive():
             case EngineReady() as ready:
                 self._is_ready = True
-                self._socket.forget_address()
+                child.socket.forget_address()
                 self._note_life()
                 return ready
             case EngineDied(reason, is_config_error=True):
@@ -96,8 +86,8 @@ class ProcessClient:
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; to a dead engine it goes nowhere."""
-        if self._death is None and self._socket is not None:
-            self._socket.send(message)
+        if self._death is None and self._child is not None and self._is_open:
+            self._child.socket.send(message)
 
     async def receive(self) -> FromEngine:
         """The next message; EngineDied, at once and every time, after the last."""
@@ -110,53 +100,52 @@ class ProcessClient:
 
     def seen_at(self) -> float:
         """When the process last sent something; a look is taken, if the loop had no time to."""
-        if time.monotonic() - self._seen_at > 2 * HEARTBEAT_S:
+        if self._is_open and time.monotonic() - self._seen_at > 2 * HEARTBEAT_S:
             self._note_life()
         return self._seen_at
 
     async def close(self) -> None:
         """End the process, by force if it takes too long, and free what it was reached by."""
         try:
-            if self._process is not None:
-                await self._stop(self._process)
+            if self._child is not None and self._is_open:
+                await self._stop(self._child)
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
-            if self._lifeline is not None:
-                asyncio.get_running_loop().remove_reader(self._lifeline)
-                self._lifeline.close()
-                self._lifeline = None
+            if self._child is not None and self._is_open:
+                self._is_open = False
+                asyncio.get_running_loop().remove_reader(self._child.lifeline)
+            if self._child is not None:
+                self._child.close()
             if self._death is None:
                 self._death = EngineDied("the engine was closed.")
 
-    async def _stop(self, process: Process) -> None:
+    async def _stop(self, child: EngineChild) -> None:
         try:
-            if self._is_ready and process.returncode is None:
+            if self._is_ready and child.exit_code is None:
                 self.send(Shutdown(drain=False))
-                await asyncio.wait_for(process.wait(), self._stop_within_s)
+                await asyncio.wait_for(child.wait(), self._stop_within_s)
         except TimeoutError:
             logger.warning("the engine did not stop within %g s and is killed", self._stop_within_s)
         finally:
-            if process.returncode is None:
-                process.kill()
-        await process.wait()
+            if child.exit_code is None:
+                child.kill()
+        await child.wait()
 
     def _note_life(self) -> None:
         """Take in what the process's heartbeat left."""
-        assert self._lifeline is not None
+        assert self._child is not None
+        lifeline = self._child.lifeline
         try:
-            if self._lifeline.recv(4096):
+            if lifeline.recv(4096):
                 self._seen_at = time.monotonic()
                 return
         except BlockingIOError:
             return
         except OSError:  # its end, which `_watch_process` tells
             pass
-        asyncio.get_running_loop().remove_reader(self._lifeline)
+        asyncio.get_running_loop().remove_reader(lifeline)
 
     async def _read_messages(self, channel: FrontSocket) -> None:
         try:
@@ -167,8 +156,8 @@ class ProcessClient:
             reason = "the engine's messages cannot be read; the server's log says why."
             self._messages.put_nowait(EngineDied(reason))
 
-    async def _watch_process(self, process: Process) -> None:
-        exit_code = await process.wait()
+    async def _watch_process(self, child: EngineChild) -> None:
+        exit_code = await child.wait()
         await asyncio.sleep(LAST_WORDS_S)
         self._messages.put_nowait(EngineDied(_describe_end(exit_code)))
 

@@ -13,9 +13,12 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,6 +41,8 @@ _FLAGS = (
     *("-std=c++20", "-O3", "-falign-loops=64", "-ffp-contract=off", "-fno-math-errno"),
     *("-fPIC", "-pthread", "-w"),
 )
+
+_REMOVE = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
 def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
@@ -74,14 +79,30 @@ def _compile(isa: str, library: Path) -> None:
     started = time.perf_counter()
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            built = _build(compiler, isa, Path(scratch))
+        with _scratch_folder(library.parent) as scratch:
+            built = _build(compiler, isa, scratch)
             os.replace(built, library)
     except OSError as error:
         raise ConfigError(
             f"the cpu kernels cannot be built in {library.parent}: {error}"
         ) from error
     logger.info("compiled the CPU kernels in %.0f s: %s", time.perf_counter() - started, library)
+
+
+@contextmanager
+def _scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder that goes with us, however we end: another process waits for the end of a pipe that
+    only we hold open, and removes it then."""
+    folder = tempfile.mkdtemp(dir=parent, prefix="build-")
+    remover = subprocess.Popen(
+        [sys.executable, "-ISc", _REMOVE, folder],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # what ends our process group must not end it
+    )
+    try:
+        yield Path(folder)
+    finally:
+        remover.communicate()
 
 
 def _build(compiler: str, isa: str, scratch: Path) -> Path:
