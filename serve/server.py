@@ -34,6 +34,9 @@ def run_server(config: EngineConfig, server: ServerConfig) -> int:
             _raise_file_limit()
             return _serve(config, server, listener)
     except KeyboardInterrupt:
+        # If it came inside an `exec` of some import, CPython notes it as unhandled there and would
+        # end the process by SIGINT; the next `exec` forgets it.
+        exec("")
         logger.info("stopped before the server was ready")
         return 0
 

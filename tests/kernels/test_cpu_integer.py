@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serve.kernels.cpu.library import Library
 from serve.kernels.cpu.linear import CpuLinear, LinearPacker
+from serve.kernels.stored import Dense
 from tests.kernels.cpu_kernels import compiled
 
 INT8 = 5
@@ -24,7 +25,7 @@ def packer(num_threads: int = 2) -> LinearPacker:
 
 
 def quantized(weight: Tensor, bias: Tensor | None = None, num_threads: int = 2) -> CpuLinear:
-    linear = packer(num_threads)(weight, bias)
+    linear = packer(num_threads)([Dense(weight)], bias)
     assert isinstance(linear, CpuLinear)
     assert linear.panels.storage == INT8
     return linear
