@@ -448,3 +448,19 @@ def test_thousands_of_waiting_requests_do_not_change_a_plan() -> None:
         assert shares(few.schedule()) == shares(many.schedule())
     many.abort([f"r{i}" for i in range(2, 20_000)])
     assert many.stats().num_waiting == 0
+
+
+def test_a_request_with_nothing_left_to_draw_ends_with_the_reason_and_alone() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add(add_request(name, 3, 9))
+    step(scheduler)
+    plan = scheduler.schedule()
+    result = StepResult({"a": [], "b": [5]}, failed={"a": "no token was left"})
+
+    deltas = {delta.request_id: delta for delta in scheduler.update(plan, result)}
+
+    assert (deltas["a"].token_ids, deltas["a"].error) == ([], "no token was left")
+    assert deltas["a"].finish_reason is FinishReason.ERROR
+    assert (deltas["b"].token_ids, deltas["b"].finish_reason) == ([5], None)
+    assert "a" in step(scheduler)[0].released
