@@ -46,7 +46,7 @@ class EngineLoop:
             plan = schedule()
             self._scheduler_s += time.perf_counter() - begin
             if plan.scheduled:
-                samples = sum(entry.samples for entry in plan.scheduled)
+                samples = sum(entry.num_samples for entry in plan.scheduled)
                 self._steps.append((plan.num_scheduled_tokens, samples))
             return plan
 

@@ -13,6 +13,7 @@ from benchmarks.gpu_machine import Machine, Rates
 from benchmarks.gpu_plan import Row
 from serve.engine.core import EngineCore
 from serve.scheduler.output import SchedulerOutput, StepResult
+from serve.worker.executor import TokenMask
 
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -117,16 +118,16 @@ class _Waiting:
     def __init__(self, core: EngineCore) -> None:
         self.seconds = 0.0
         self._executor: Any = core.executor
-        self._launch = core.executor.execute
+        self._launch = core.executor.forward
 
     def __enter__(self) -> _Waiting:
-        self._executor.execute = self._execute
+        self._executor.forward = self._forward
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._executor.execute = self._launch
+        self._executor.forward = self._launch
 
-    def _execute(self, plan: SchedulerOutput) -> _Watched:
+    def _forward(self, plan: SchedulerOutput) -> _Watched:
         return _Watched(self._launch(plan), self)
 
 
@@ -136,6 +137,10 @@ class _Watched:
     def __init__(self, pending: Any, waiting: _Waiting) -> None:
         self._pending = pending
         self._waiting = waiting
+
+    def sample(self, mask: TokenMask | None) -> _Watched:
+        self._pending = self._pending.sample(mask)
+        return self
 
     def wait(self) -> StepResult:
         started = time.perf_counter()

@@ -103,7 +103,7 @@ def step(scheduler: Scheduler) -> float:
     begin = time.perf_counter()
     plan = scheduler.schedule()
     scheduled = time.perf_counter()
-    result = StepResult({entry.request_id: [1] for entry in plan.scheduled if entry.samples})
+    result = StepResult({entry.request_id: [1] for entry in plan.scheduled if entry.num_samples})
     updating = time.perf_counter()
     scheduler.update(plan, result)
     return time.perf_counter() - updating + scheduled - begin
@@ -168,7 +168,7 @@ def step_log_s(scheduler: Scheduler, repeats: int) -> float:
         begin = time.perf_counter()
         opened = log.launched(plan, begin)
         launched = time.perf_counter()
-        result = StepResult({entry.request_id: [1] for entry in plan.scheduled if entry.samples})
+        result = StepResult({e.request_id: [1] for e in plan.scheduled if e.num_samples})
         deltas = scheduler.update(plan, result)
         retiring = time.perf_counter()
         log.retired(opened, launched, deltas)

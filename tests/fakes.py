@@ -15,7 +15,7 @@ from serve.engine.health import PROBE_ID
 from serve.messages import FromEngine, StepOutputs, ToEngine, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput, StepResult
-from serve.worker.executor import WorkerInfo
+from serve.worker.executor import TokenMask, WorkerInfo
 
 VOCAB_SIZE = 50
 
@@ -76,6 +76,10 @@ class FakePending:
     executor: FakeExecutor
     number: int
 
+    def sample(self, mask: TokenMask | None) -> FakePending:
+        assert mask is None
+        return self
+
     def wait(self) -> StepResult:
         return self.executor.run_up_to(self.number)
 
@@ -121,7 +125,7 @@ class FakeExecutor:
             attention_backend="fake",
         )
 
-    def execute(self, plan: SchedulerOutput) -> FakePending:
+    def forward(self, plan: SchedulerOutput) -> FakePending:
         self._queue.append((self._num_launched, plan))
         self._num_launched += 1
         return FakePending(self, self._num_launched - 1)
@@ -256,7 +260,7 @@ class FakeExecutor:
                 result.prompt_logprobs[entry.request_id] = [
                     fake_logprob(row.token_ids[p], p) for p in range(entry.start + 1, last + 1)
                 ]
-        if entry.samples:
+        if entry.num_samples:
             assert end == len(row.token_ids), f"{entry.request_id} samples before its end"
             token_id = next_token(value)
             row.token_ids.append(token_id)

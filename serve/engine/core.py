@@ -195,7 +195,7 @@ class EngineCore:
 
     def _execute(self, plan: SchedulerOutput) -> PendingTokens:
         try:
-            return self.executor.execute(plan)
+            return self.executor.forward(plan).sample(None)
         except Exception as error:  # told when its turn to retire comes, after the steps before it
             return _FailedLaunch(error)
 

@@ -71,7 +71,7 @@ def can_step(executor: Executor, released: list[str]) -> bool:
     are `released` have been given back.
     """
     probe = SchedulerOutput(
-        scheduled=[ScheduledRequest(PROBE_ID, 0, 1, [0], [], True)],
+        scheduled=[ScheduledRequest(PROBE_ID, 0, 1, [0], [], 1)],
         admitted=[
             RowData(PROBE_ID, SamplingParams(max_tokens=1, temperature=0.0), [0], 1, [NULL_BLOCK])
         ],
@@ -85,7 +85,7 @@ def can_step(executor: Executor, released: list[str]) -> bool:
     works = True
     for plan in (probe, end):
         try:
-            executor.execute(plan).wait()
+            executor.forward(plan).sample(None).wait()
         except Exception as error:
             logger.error("the health probe failed, too: %s: %s", type(error).__name__, error)
             works = False

@@ -273,6 +273,12 @@ class PenalizeFn(Protocol):
         repetition; generated [S, vocab] int32: times generated; in_prompt [S, vocab] bool."""
 
 
+class MaskFn(Protocol):
+    def __call__(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """In these rows [M] int64 of logits [S, vocab] fp32, each once, put -inf where a token's
+        bit is 0. bits [M, ceil(vocab / 32)] int32: token t is bit t % 32 of number t // 32."""
+
+
 class ArgmaxFn(Protocol):
     def __call__(self, logits: Tensor, out: Tensor) -> Tensor:
         """The most likely token of each row [S] int64, of equals the lowest id, in `out`.
@@ -306,6 +312,7 @@ class SamplingKernels:
     penalize: PenalizeFn
     argmax: ArgmaxFn | None = None  # None, here and below: torch's own is as fast
     score: ScoreFn | None = None
+    mask: MaskFn | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,10 @@ class ScheduledRequest(NamedTuple):
     `token_ids` are those the CPU knows: all `num_tokens`, or one fewer when the last of them was
     sampled by a step still in flight (then the worker takes it from the row's last token).
     `new_block_ids` are appended to the row's table (empty for requests admitted in this step).
-    `samples`: the share reaches the last known token, so a next token is drawn.
+    `num_samples`: how many of its last tokens are each followed by a drawn one. 0 while the share
+    does not reach the last known token, then 1, and one more for each draft: a guess at the token
+    to be drawn, so that several may come of one step. Drafts are the last of `token_ids`, which
+    are all known then.
 
     A named tuple: there is one per request and step, and a frozen dataclass costs three times as
     much to make.
@@ -41,7 +44,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int
     token_ids: list[int]
     new_block_ids: list[int]
-    samples: bool
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,14 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled, by request id; only requests that `samples` appear in `token_ids`.
+    """What a step sampled, by request id; only requests with `num_samples` appear in `token_ids`.
 
+    A request with drafts gets those that were drawn, too, and the first token that is another. One
+    in `failed` (the reason, by request id) must end: there was nothing to draw after its tokens.
     `prompt_logprobs` of a share that starts at `start` are those of prompt positions start + 1 on.
     """
 
     token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)

@@ -95,7 +95,7 @@ class PlanBuilder:
         self.scheduled.append(share)
         self.requests.append(request)
         self.tokens_left -= num_tokens
-        if not share.samples and request.num_computed_tokens < request.num_tokens:
+        if not share.num_samples and request.num_computed_tokens < request.num_tokens:
             self._count_partial(request, 1)
 
     def keep_for(self, request: Request, room: int) -> None:

@@ -165,12 +165,14 @@ class Request:
         """Its share of a step, whose tokens count as computed from here on."""
         start = self.num_computed_tokens
         end = start + num_tokens
-        samples = end == self.num_tokens and end < self.max_num_tokens
+        num_samples = int(end == self.num_tokens and end < self.max_num_tokens)
         self.num_computed_tokens = end
-        self.num_tokens += samples
+        self.num_tokens += num_samples
         self.last_step = step
         known = self.token_ids[start:end]
-        return ScheduledRequest(self.request_id, start, num_tokens, known, new_block_ids, samples)
+        return ScheduledRequest(
+            self.request_id, start, num_tokens, known, new_block_ids, num_samples
+        )
 
     def append(self, sampled: list[int]) -> FinishReason | None:
         """Sampled tokens are known, up to one that ends the request; returns why it ended.
@@ -236,7 +238,7 @@ def advance_decodes(requests: Iterable[Request], step: int) -> list[ScheduledReq
         if end != request.num_tokens or end >= request.max_num_tokens or end > request.num_slots:
             break
         known = request.token_ids[start:end]
-        share = (request.request_id, start, 1, known, no_blocks, True)
+        share = (request.request_id, start, 1, known, no_blocks, 1)
         place(make(ScheduledRequest, share))
         request.num_computed_tokens = end
         request.num_tokens = end + 1

@@ -48,20 +48,20 @@ class StepResults:
         tell, make = deltas.append, tuple.__new__  # half the price of a named tuple's own
         nothing_else = TokenDelta("", [])[2:]
         num_generated = 0
-        tells_logprobs = bool(result.logprobs or result.prompt_logprobs)
+        tells_more = bool(result.logprobs or result.prompt_logprobs or result.failed)
         for entry, request in zip(plan.scheduled, step.requests, strict=True):
             if request.status is FINISHED:  # ended while the step was out
                 continue
-            request_id, start, num_tokens, _, _, samples = entry
+            request_id, start, num_tokens, _, _, num_samples = entry
             if start < request.num_prompt_tokens:
                 self._totals.prompt_tokens += request.count_prompt_tokens(start + num_tokens)
             if start + num_tokens >= request.next_commit:
                 self._commit(entry, request)
             reason = None
-            if samples:
+            if num_samples:
                 token_ids = result.token_ids[request_id]
                 reason = request.append(token_ids)
-                if reason is None and not (tells_logprobs or request.owes_times):
+                if reason is None and not (tells_more or request.owes_times):
                     tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
                     num_generated += len(token_ids)
                     continue  # nearly all of a busy step is this
@@ -125,10 +125,15 @@ def take_gain(
     ends the request.
     """
     token_ids: list[int] = []
-    if entry.samples:
+    error = None
+    if entry.num_samples:
         num_appended = len(request.token_ids) - entry.start - entry.num_tokens
         token_ids = result.token_ids[entry.request_id][:num_appended]
-        request.sampled_at(now)
+        if token_ids:
+            request.sampled_at(now)
+        error = result.failed.get(entry.request_id) if reason is None else None
+        if error is not None:
+            reason = FinishReason.ERROR
     elif entry.start + entry.num_tokens == request.max_num_tokens:
         reason = FinishReason.LENGTH  # max_tokens=0: the prompt was all there was to do
     scored = result.prompt_logprobs.get(entry.request_id)
@@ -142,6 +147,7 @@ def take_gain(
         logprobs=None if logprobs is None else logprobs[: len(token_ids)],
         prompt_logprobs=prompt_logprobs,
         finish_reason=reason,
+        error=error,
         times=request.take_times(now) if request.owes_times or reason is not None else None,
         num_cached_tokens=request.num_cached_tokens,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.simulate.clock import VirtualClock
 from serve.simulate.cost import LinearCost, load_of
-from serve.worker.executor import WorkerInfo
+from serve.worker.executor import TokenMask, WorkerInfo
 
 VOCAB_SIZE = 2**31
 
@@ -21,10 +21,15 @@ class _PendingStep:
     done_at: float
     clock: VirtualClock
 
+    def sample(self, mask: TokenMask | None) -> _PendingStep:
+        """Its tokens come of nothing, and no mask can change them."""
+        assert mask is None, "simulated tokens are not masked"
+        return self
+
     def wait(self) -> StepResult:
         self.clock.advance_to(self.done_at)
         return StepResult(
-            {e.request_id: [_token(e.start)] for e in self.plan.scheduled if e.samples}
+            {e.request_id: [_token(e.start)] for e in self.plan.scheduled if e.num_samples}
         )
 
 
@@ -49,7 +54,7 @@ class SimulatedExecutor:
         """The sizes it was made with."""
         return self._info
 
-    def execute(self, plan: SchedulerOutput) -> _PendingStep:
+    def forward(self, plan: SchedulerOutput) -> _PendingStep:
         """Queue a step behind those before it. Giving back rows takes no time."""
         if plan.scheduled or plan.swap_out or plan.swap_in:
             duration_s = self._cost.seconds(load_of(plan))

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from serve.scheduler.output import SchedulerOutput, StepResult
 
 
@@ -29,11 +32,33 @@ class WorkerInfo:
     depth: int = 1  # steps that may be out at once, if nobody asks for another number
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Which tokens some positions of a step may draw; the others may draw any."""
+
+    rows: npt.NDArray[np.int64]
+    """[M]; counted over all that the plan samples: `num_samples` each, in the order of
+    `scheduled`. None twice."""
+    bits: npt.NDArray[np.int32]
+    """[M, ceil(vocab / 32)]; 1 allows token t: bit t % 32, from the lowest, of number t // 32."""
+
+
 class PendingTokens(Protocol):
     """The result of a launched step."""
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are known. Raises what the step raised."""
+
+
+class Launch(Protocol):
+    """A step whose forward pass is on its way."""
+
+    def sample(self, mask: TokenMask | None) -> PendingTokens:
+        """Launch the choice of its tokens; once, and before the next step's `forward`. Raises what
+        launching raises.
+
+        On a device that computes by itself there is time to make a mask before this is called.
+        """
 
 
 class BlocksUnusable(Exception):
@@ -59,8 +84,8 @@ class Executor(Protocol):
     def start(self) -> WorkerInfo:
         """Load the model and allocate the cache. Raises ConfigError."""
 
-    def execute(self, plan: SchedulerOutput) -> PendingTokens:
-        """Launch a step. May return before it has run (CUDA) or after (CPU)."""
+    def forward(self, plan: SchedulerOutput) -> Launch:
+        """Launch a step's forward pass. May return before it has run (CUDA) or after (CPU)."""
 
     def close(self) -> None:
         """Free the device."""

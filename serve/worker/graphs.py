@@ -178,8 +178,8 @@ class StepGraphs:
         """Logits [S, vocab] fp32 of a step's samples, valid until the next step; they may be
         changed. None if the step has no graph."""
         size = None if step.prompt_scores else self._size_for(step.attention)
-        if size is None:
-            return None
+        if size is None or len(step.logits_indices) > size.num_requests:
+            return None  # with drafts there may be more samples than requests
         self._inputs.fill(step, size)
         self._graphs[size].replay()
         count = len(step.logits_indices)

@@ -17,17 +17,19 @@ from serve.kernels.base import AttentionMetadata
 from serve.scheduler.output import ScheduledRequest
 from serve.worker.device.device import Uploads
 from serve.worker.request_rows import RequestRows
+from serve.worker.sampling.drafts import NO_TOKEN, Drafts
 from serve.worker.sampling.sampling_columns import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """Which requests get a next token from this step."""
+    """Which requests get a next token from this step, or several: those stand here repeatedly."""
 
-    request_ids: list[str]
+    request_ids: list[str]  # [S]
     rows: Rows  # [S]
     positions: Rows  # [S]; where the new token will stand in its request
     rows_on_device: Tensor  # [S] int64
+    drafts: Drafts | None  # None: each request once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class ModelInput:
     positions: Tensor  # [T] int64
     prompt_lens: Tensor  # [T] int64
     attention: AttentionMetadata
-    logits_indices: Tensor  # [S] int64; the last token of each request that is sampled
+    logits_indices: Tensor  # [S] int64; the tokens behind which one is sampled
     num_single_samples: int  # how many of these are requests with a single token
     sample: SampleInput | None
     prompt_scores: list[PromptScoreInput]
@@ -85,7 +87,7 @@ class InputBuilder:
             positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, layout.query_lens)
             token_rows = np.repeat(rows, layout.query_lens)
         known, in_flight = _token_ids(layout.entries)
-        sampling = np.flatnonzero([e.samples for e in layout.entries])
+        sampling, lasts, sample_positions, drafts = self._sampled(layout)
         query_lens_host, seq_lens_host = layout.query_lens.tolist(), seq_lens.tolist()
         max_seq_len = max(seq_lens_host)
         num_columns = -(-max_seq_len // self._block_size)
@@ -103,7 +105,7 @@ class InputBuilder:
         ) = self._uploads.send(
             _in_rows(known, positions, self._slots(token_rows, positions)),
             self._rows.columns.num_prompt_tokens[token_rows],
-            ends[sampling] - 1,
+            lasts,
             rows[sampling],
             in_flight,
             token_rows[in_flight],
@@ -140,8 +142,9 @@ class InputBuilder:
             sample=SampleInput(
                 request_ids=[layout.entries[i].request_id for i in sampling.tolist()],
                 rows=rows[sampling],
-                positions=seq_lens[sampling],
+                positions=sample_positions,
                 rows_on_device=sample_rows,
+                drafts=drafts,
             )
             if sampling.size
             else None,
@@ -160,6 +163,24 @@ class InputBuilder:
             seq_lens=starts + query_lens,
             ends=query_lens.cumsum(),
         )
+
+    def _sampled(self, layout: _Layout) -> tuple[Rows, Rows, Rows, Drafts | None]:
+        """Of each position to sample [S]: its request, the token before it, its place there."""
+        num_samples = [entry.num_samples for entry in layout.entries]
+        sampling = np.flatnonzero(num_samples)
+        lasts, positions = layout.ends[sampling] - 1, layout.seq_lens[sampling]
+        if sum(num_samples) == len(sampling):
+            return sampling, lasts, positions, None
+        counts = np.array(num_samples)[sampling]
+        next_ids = []
+        for index in sampling.tolist():
+            entry = layout.entries[index]
+            assert entry.num_samples == 1 or len(entry.token_ids) == entry.num_tokens, entry
+            next_ids += [*entry.token_ids[entry.num_tokens - entry.num_samples + 1 :], NO_TOKEN]
+        offsets = np.arange(len(next_ids)) - np.repeat(counts.cumsum() - 1, counts)  # -2, -1, 0
+        drafts = Drafts(counts, np.array(next_ids), self._uploads)
+        sampling, lasts, positions = (np.repeat(x, counts) for x in (sampling, lasts, positions))
+        return sampling, lasts + offsets, positions + offsets, drafts
 
     def _slots(self, rows: Rows, positions: Rows) -> Rows:
         """[T] rows and positions → where each token's K/V goes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serve.config import EngineConfig
 from serve.scheduler.output import SchedulerOutput
-from serve.worker.executor import PendingTokens, WorkerInfo
+from serve.worker.executor import Launch, WorkerInfo
 from serve.worker.worker import Worker
 
 
@@ -25,10 +25,10 @@ class LocalExecutor:
         self._worker = Worker(self._config, self._model_path)
         return self._worker.info
 
-    def execute(self, plan: SchedulerOutput) -> PendingTokens:
-        """Launch a step; on a CPU it has run when this returns."""
+    def forward(self, plan: SchedulerOutput) -> Launch:
+        """Launch a step's forward pass; on a CPU it has run when this returns."""
         assert self._worker is not None, "not started"
-        return self._worker.runner.execute(plan)
+        return self._worker.runner.forward(plan)
 
     def write_blocks(self, path: Path, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int:
         """Replace a file by these blocks; its size in bytes. Raises OSError."""

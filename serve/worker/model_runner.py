@@ -6,9 +6,10 @@ queue of device work, so that freed blocks and rows may be handed out again at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +17,18 @@ from torch import Tensor
 from serve.errors import OutOfMemory
 from serve.kernels.base import ForwardContext, Kernels, LogprobTensors, SamplingKernels
 from serve.kv_cache.storage import KVStorage, LayerShape, Tier
-from serve.messages import TokenLogprobs
 from serve.models.base import CausalModel
-from serve.scheduler.output import SchedulerOutput, StepResult
-from serve.worker.device.device import Device, PendingCopy, Uploads
+from serve.scheduler.output import SchedulerOutput
+from serve.worker.device.device import Device, Uploads
+from serve.worker.executor import TokenMask
 from serve.worker.graphs import StepGraphs
 from serve.worker.input_builder import InputBuilder, ModelInput, PromptScoreInput, SampleInput
+from serve.worker.pending_step import PendingMask, PendingPrompt, PendingStep
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampling.logit_edits import LogitEditor
 from serve.worker.sampling.logprobs import PendingLogprobs, concatenate
 from serve.worker.sampling.sampler import LogprobsMode, Sampler
+from serve.worker.sampling.token_mask import placed_in_batch
 
 _SCORE_ELEMENTS = 2**23
 """Most logits held at once while scoring prompts: 32 MiB, however long the prompt."""
@@ -34,38 +37,22 @@ _BYTES_PER_ROW = 256  # ids, positions, slots, lengths, sampling wishes and thei
 _BYTES_FOR_PROMPTS = 2**20  # of 32,000 tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingPrompt:
-    request_id: str
-    scores: PendingLogprobs
-    num_top: list[int]
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A launched step: what it sampled is on its way to the host."""
+@dataclass(slots=True)
+class StepLaunch:
+    """A step whose forward pass is launched."""
 
-    request_ids: list[str]
-    token_ids: PendingCopy | None
-    logprobs: PendingLogprobs | None
-    num_logprobs: dict[str, int]  # of the requests that asked, in the order of `logprobs`
-    prompts: list[_PendingPrompt]
+    runner: ModelRunner
+    plan: SchedulerOutput
+    prompts: list[PendingPrompt]
+    wanted: SampleInput | None = None
+    logits: Tensor | None = None  # [S, vocab], until they are sampled from
 
-    def wait(self) -> StepResult:
-        """The step's tokens, once they are known."""
-        tokens = self.token_ids.wait().tolist() if self.token_ids else []
-        return StepResult(
-            token_ids={i: [t] for i, t in zip(self.request_ids, tokens, strict=True)},
-            logprobs=dict(self._wait_logprobs()),
-            prompt_logprobs={p.request_id: list(p.scores.wait(p.num_top)) for p in self.prompts},
-        )
-
-    def _wait_logprobs(self) -> Iterator[tuple[str, list[TokenLogprobs]]]:
-        if self.logprobs is not None:
-            counts = list(self.num_logprobs.values())
-            scores = self.logprobs.wait(counts)
-            for request_id, scored in zip(self.num_logprobs, scores, strict=True):
-                yield request_id, [scored]
+    def sample(self, mask: TokenMask | None) -> PendingStep:
+        """Launch the choice of its tokens; once, and before the next step's forward pass."""
+        return self.runner.sample(self, mask)
 
 
 class ModelRunner:
@@ -90,15 +77,29 @@ class ModelRunner:
         self._device = device
         self._uploads = uploads
         self._graphs = graphs
+        self._inference = torch.inference_mode()  # made once: it costs as much as a small operation
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> PendingStep:
-        """Launch a step. If it raises, its requests have no rows any more, and steps that were
-        planned before that was known run without them."""
+        """Launch a whole step."""
+        return self.forward(plan).sample(None)
+
+    def forward(self, plan: SchedulerOutput) -> StepLaunch:
+        """Launch a step's forward pass. If this or `sample` raises, its requests have no rows any
+        more, and steps that were planned before that was known run without them."""
         self._rows.release(plan.released)
         self._uploads.begin()
+        return self._guarded(plan, partial(self._forward, plan))
+
+    def sample(self, launch: StepLaunch, mask: TokenMask | None) -> PendingStep:
+        """Launch the choice of a step's tokens, those that a mask allows."""
+        if launch.wanted is None:
+            return PendingStep(launch.prompts)
+        return self._guarded(launch.plan, partial(self._sample, launch, mask))
+
+    def _guarded(self, plan: SchedulerOutput, work: Callable[[], Result]) -> Result:
         try:
-            return self._execute(plan)
+            with self._inference:
+                return work()
         except torch.OutOfMemoryError:
             self._lose(plan)
         except Exception:
@@ -113,7 +114,7 @@ class ModelRunner:
         self._device.release_unused()
         raise error
 
-    def _execute(self, plan: SchedulerOutput) -> PendingStep:
+    def _forward(self, plan: SchedulerOutput) -> StepLaunch:
         self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
         self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
         self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
@@ -124,19 +125,19 @@ class ModelRunner:
             if entry.new_block_ids:
                 self._rows.append_blocks(entry.request_id, entry.new_block_ids)
         if not scheduled:
-            return PendingStep([], None, None, {}, [])
+            return StepLaunch(self, plan, [])
         step = self._builder.build(scheduled)
         logits = self._graphs.logits(step) if self._graphs is not None else None
         if logits is None:
-            return self._run_model(step)
+            return self._run_model(plan, step)
         if step.sample is None:
-            return PendingStep([], None, None, {}, [])
-        return self._sample(logits, step.sample, [])
+            return StepLaunch(self, plan, [])
+        return StepLaunch(self, plan, [], step.sample, logits)
 
     def _lose(self, plan: SchedulerOutput) -> None:
         self._rows.lose(entry.request_id for entry in plan.scheduled)
 
-    def _run_model(self, step: ModelInput) -> PendingStep:
+    def _run_model(self, plan: SchedulerOutput, step: ModelInput) -> StepLaunch:
         storage = self._storage
         # In a decode step the tokens to sample from are all there are.
         wants_all = bool(step.prompt_scores) or len(step.logits_indices) == len(step.token_ids)
@@ -147,29 +148,41 @@ class ModelRunner:
         hidden = self._model.forward(step.token_ids, context)
         prompts = [self._score_prompt(hidden, wanted) for wanted in step.prompt_scores]
         if step.sample is None:
-            return PendingStep([], None, None, {}, prompts)
+            return StepLaunch(self, plan, prompts)
         if len(step.logits_indices) < len(hidden):
             hidden = hidden[step.logits_indices]
-        return self._sample(self._model.logits(hidden), step.sample, prompts)
+        return StepLaunch(self, plan, prompts, step.sample, self._model.logits(hidden))
 
-    def _sample(
-        self, logits: Tensor, sample: SampleInput, prompts: list[_PendingPrompt]
-    ) -> PendingStep:
-        sampled = self._sampler.sample(logits, sample.rows, sample.positions)
-        self._rows.record(sample.rows, sample.rows_on_device, sampled.token_ids)
-        params = self._rows.columns.params
-        return PendingStep(
-            request_ids=sample.request_ids,
-            token_ids=self._device.to_host(sampled.token_ids),
-            logprobs=PendingLogprobs(sampled.logprobs, self._device) if sampled.logprobs else None,
-            num_logprobs={
-                sample.request_ids[i]: params[sample.rows[i]].logprobs or 0
-                for i in sampled.logprob_places
-            },
-            prompts=prompts,
+    def _sample(self, launch: StepLaunch, mask: TokenMask | None) -> PendingStep:
+        wanted, logits = launch.wanted, launch.logits
+        launch.logits = None
+        assert wanted is not None
+        assert logits is not None, "sampled twice"
+        if mask is not None:
+            mask = placed_in_batch(mask, launch.plan, wanted.request_ids)
+        rows = wanted.rows
+        sampled = self._sampler.sample(logits, rows, wanted.positions, wanted.drafts, mask)
+        if wanted.drafts is None:
+            self._rows.record(rows, wanted.rows_on_device, sampled.token_ids)
+        else:
+            self._rows.record_accepted(rows, sampled.token_ids, wanted.drafts)
+        step = PendingStep(
+            launch.prompts,
+            wanted.request_ids,
+            self._device.to_host(sampled.token_ids),
+            wanted.drafts,
         )
+        if sampled.logprobs is not None:
+            params = self._rows.columns.params
+            step.logprobs = PendingLogprobs(sampled.logprobs, self._device)
+            step.logprob_places = sampled.logprob_places
+            step.num_logprobs = [params[rows[i]].logprobs or 0 for i in sampled.logprob_places]
+        if mask is not None and sampled.excluded is not None:
+            excluded = self._device.to_host(sampled.excluded)
+            step.mask = PendingMask(mask.rows.tolist(), excluded)
+        return step
 
-    def _score_prompt(self, hidden: Tensor, wanted: PromptScoreInput) -> _PendingPrompt:
+    def _score_prompt(self, hidden: Tensor, wanted: PromptScoreInput) -> PendingPrompt:
         """Score prompt tokens in slices, so that a long prompt's logits never exist together."""
         count = len(wanted.next_token_ids)
         next_tokens = self._device.to_device(torch.tensor(wanted.next_token_ids))
@@ -181,7 +194,7 @@ class ModelRunner:
             logits = self._model.logits(hidden[at + first : at + last])
             parts.append(self._sampler.score(logits, next_tokens[first:last], wanted.num_top))
         scores = PendingLogprobs(concatenate(parts), self._device)
-        return _PendingPrompt(wanted.request_id, scores, [wanted.num_top] * count)
+        return PendingPrompt(wanted.request_id, scores, [wanted.num_top] * count)
 
 
 def make_runner(

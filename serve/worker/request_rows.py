@@ -15,6 +15,7 @@ from torch import Tensor
 
 from serve.scheduler.output import RowData
 from serve.worker.device.device import Device
+from serve.worker.sampling.drafts import Drafts
 from serve.worker.sampling.listed_tokens import longest_start
 from serve.worker.sampling.sampling_columns import Rows, SamplingColumns, Wish
 from serve.worker.sampling.token_memory import LastTokens, TokenCounts
@@ -97,6 +98,22 @@ class RequestRows:
             if places.size:
                 at = self._device.to_device(torch.from_numpy(places))
                 memory.add(rows[places], token_ids[at])
+
+    def record_accepted(self, rows: Rows, token_ids: Tensor, drafts: Drafts) -> None:
+        """The same where positions [S] stand behind drafts: only tokens of use are noted."""
+        accepted = drafts.accept(token_ids)
+        by_request = rows[drafts.firsts]
+        on_device = self._device.to_device(torch.from_numpy(by_request))
+        self.last_token.index_copy_(0, on_device, token_ids[accepted.newest])
+        places = np.flatnonzero(self.columns.wishes[rows] & Wish.PENALTIES)
+        if places.size:
+            at = self._device.to_device(torch.from_numpy(places))
+            self.counts.add(rows[places], token_ids[at], accepted.draws[at])
+        places = np.flatnonzero(self.columns.wishes[by_request] & Wish.BAD_WORDS)
+        if places.size:
+            at = self._device.to_device(torch.from_numpy(places))
+            drawn = drafts.by_request(token_ids)[at]
+            self.last_tokens.extend(by_request[places], drawn, accepted.per_request[at])
 
     def _free_row(self, request_id: str) -> None:
         row = self._row_by_request.pop(request_id, None)

@@ -26,7 +26,7 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
 from serve.worker.device.cpu_device import CpuDevice
-from serve.worker.executor import PendingTokens, WorkerInfo
+from serve.worker.executor import Launch, WorkerInfo
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
 
@@ -182,10 +182,10 @@ class _SharedExecutor:
             prompt_limits=tuple(self._shared.model.prompt_limits),
         )
 
-    def execute(self, plan: SchedulerOutput) -> PendingTokens:
+    def forward(self, plan: SchedulerOutput) -> Launch:
         assert self._runner is not None
         assert plan.num_scheduled_tokens <= self._engine.budget
-        return self._runner.execute(plan)
+        return self._runner.forward(plan)
 
     def close(self) -> None:
         self._runner = None

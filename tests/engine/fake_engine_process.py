@@ -26,9 +26,9 @@ COMMAND = (sys.executable, "-m", "tests.engine.fake_engine_process")
 class SlowExecutor(FakeExecutor):
     """A step of minutes."""
 
-    def execute(self, plan: SchedulerOutput) -> FakePending:
+    def forward(self, plan: SchedulerOutput) -> FakePending:
         time.sleep(600)
-        return super().execute(plan)
+        return super().forward(plan)
 
 
 def build(

@@ -291,9 +291,9 @@ def test_failures_with_a_success_in_between_do_not_end_the_engine() -> None:
 
 def test_a_step_that_cannot_be_launched_fails_after_the_steps_before_it() -> None:
     run = make(depth=2)
-    execute = run.executor.execute
-    launches = iter([execute, execute, _raise, *[execute] * 20])
-    run.executor.execute = lambda plan: next(launches)(plan)  # type: ignore[method-assign]
+    forward = run.executor.forward
+    launches = iter([forward, forward, _raise, *[forward] * 20])
+    run.executor.forward = lambda plan: next(launches)(plan)  # type: ignore[method-assign]
     message = add_request("a", 4, 9)
     run.core.handle(message)
     deltas = []

@@ -258,7 +258,7 @@ class TakesInTokensOfTheEnded(Scheduler):
         late = [
             TokenDelta(entry.request_id, result.token_ids[entry.request_id])
             for entry, request in zip(plan.scheduled, requests, strict=True)
-            if request.status is RequestStatus.FINISHED and entry.samples
+            if request.status is RequestStatus.FINISHED and entry.num_samples
         ]
         return super().update(plan, result) + late
 

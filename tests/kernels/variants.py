@@ -17,6 +17,7 @@ from serve.kernels.triton.decode_plan import plan_pieces_kernel
 from serve.kernels.triton.fp8 import converts_e4m3
 from serve.kernels.triton.heads import prepare_heads_kernel
 from serve.kernels.triton.kv_write import kv_write_kernel
+from serve.kernels.triton.mask import mask_kernel
 from serve.kernels.triton.matmul import matmul_kernel
 from serve.kernels.triton.norm import add_rms_norm_kernel, rms_norm_kernel
 from serve.kernels.triton.penalties import penalize_kernel
@@ -224,7 +225,7 @@ def small_kernels(target: str, dtype: str) -> Iterator[Variant]:
 
 
 def sampling_kernels() -> Iterator[Variant]:
-    """The draw and the penalties, for vocabularies of 128,256 (126 tiles in 16 pieces) and, where
+    """Draw, penalties and mask, for vocabularies of 128,256 (126 tiles in 16 pieces) and, where
     the sizes of what is held in registers depend on it, 262,208 (Gemma 3)."""
     pointers = {
         "logits_ptr": "*fp32",
@@ -236,6 +237,8 @@ def sampling_kernels() -> Iterator[Variant]:
         "generated_ptr": "*i32",
         "in_prompt_ptr": "*i1",
         "out_ptr": "*i64",
+        "rows_ptr": "*i64",
+        "bits_ptr": "*i32",
     }
     vocab = {"VOCAB": 128_256}
     tiles = {"ALL_TILES": 128, "PADDED_TILES": 128}
@@ -245,6 +248,7 @@ def sampling_kernels() -> Iterator[Variant]:
         (scan_pieces_kernel, 8, {"PIECE": 8192, "LIST": 128, **tiles}),
         (choose_kernel, 8, {"TILE": 1024, **lists, **tiles}),
         (penalize_kernel, 4, {"TILE": 1024}),
+        (mask_kernel, 4, {"TILE": 1024}),
     ):
         types = integers(kernel) | pointers
         yield Variant(kernel.__name__, kernel, types, vocab | constants, num_warps)

@@ -26,7 +26,7 @@ def step(scheduler: Scheduler, token_id: int = 1) -> tuple[SchedulerOutput, list
     plan = scheduler.schedule()
     if not plan:
         return plan, []
-    tokens = {entry.request_id: [token_id] for entry in plan.scheduled if entry.samples}
+    tokens = {entry.request_id: [token_id] for entry in plan.scheduled if entry.num_samples}
     deltas = scheduler.update(plan, StepResult(tokens))
     check_scheduler(scheduler)
     return plan, deltas

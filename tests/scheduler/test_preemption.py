@@ -53,7 +53,7 @@ def test_swap_needs_room_on_the_host(
 
 
 def step_of(num_tokens: int, num_requests: int, num_copies: int = 0) -> SchedulerOutput:
-    entries = [ScheduledRequest(f"r{i}", 0, 1, [1], [], True) for i in range(num_requests)]
+    entries = [ScheduledRequest(f"r{i}", 0, 1, [1], [], 1) for i in range(num_requests)]
     copies = [BlockCopy(i, i) for i in range(num_copies)]
     return SchedulerOutput(entries, [], [], copies, [], [], num_tokens)
 

@@ -34,7 +34,7 @@ def test_only_the_last_chunk_samples() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(add_request("a", 9, 2))
     plans = [step(scheduler)[0] for _ in range(4)]
-    assert [plan.scheduled[0].samples for plan in plans] == [False, False, True, True]
+    assert [plan.scheduled[0].num_samples for plan in plans] == [0, 0, 1, 1]
     assert [plan.scheduled[0].start for plan in plans] == [0, 4, 8, 9]
 
 
@@ -172,7 +172,7 @@ def test_max_tokens_zero_ends_with_the_prompt_and_no_token() -> None:
     scheduler.add(add_request("a", 6, 0))
     assert step(scheduler)[1] == []
     plan, (delta,) = step(scheduler)
-    assert not plan.scheduled[0].samples
+    assert not plan.scheduled[0].num_samples
     assert (delta.token_ids, delta.finish_reason) == ([], FinishReason.LENGTH)
 
 
@@ -366,7 +366,7 @@ def test_prompt_logprobs_are_told_once_though_the_prompt_is_computed_twice() -> 
                 positions = range(entry.start + 1, last + 1)
                 scored["b"] = [TokenLogprobs(p, -1.0, 1, [], []) for p in positions]
                 computed += len(positions)
-        tokens = {entry.request_id: [1] for entry in plan.scheduled if entry.samples}
+        tokens = {entry.request_id: [1] for entry in plan.scheduled if entry.num_samples}
         for delta in scheduler.update(plan, StepResult(tokens, {}, scored)):
             told += [entry.token_id for entry in delta.prompt_logprobs or []]
     assert told == [1, 2, 3, 4, 5, 6, 7]
@@ -448,3 +448,19 @@ def test_thousands_of_waiting_requests_do_not_change_a_plan() -> None:
         assert shares(few.schedule()) == shares(many.schedule())
     many.abort([f"r{i}" for i in range(2, 20_000)])
     assert many.stats().num_waiting == 0
+
+
+def test_a_request_with_nothing_left_to_draw_ends_with_the_reason_and_alone() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add(add_request(name, 3, 9))
+    step(scheduler)
+    plan = scheduler.schedule()
+    result = StepResult({"a": [], "b": [5]}, failed={"a": "no token was left"})
+
+    deltas = {delta.request_id: delta for delta in scheduler.update(plan, result)}
+
+    assert (deltas["a"].token_ids, deltas["a"].error) == ([], "no token was left")
+    assert deltas["a"].finish_reason is FinishReason.ERROR
+    assert (deltas["b"].token_ids, deltas["b"].finish_reason) == ([5], None)
+    assert "a" in step(scheduler)[0].released

@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if fails:
             self.to_fail.add(self.num_launched)
-        self.launched.append((self.num_launched, plan, self.executor.execute(plan)))
+        self.launched.append((self.num_launched, plan, self.executor.forward(plan)))
         self.num_launched += 1
 
     @precondition(lambda self: self.launched)

@@ -11,7 +11,7 @@ def plan(*shares: tuple[int, int], swap_out: int = 0, swap_in: int = 0) -> Sched
     """A plan of (start, num_tokens) shares."""
     return SchedulerOutput(
         scheduled=[
-            ScheduledRequest(f"r{i}", start, count, [0] * count, [], samples=True)
+            ScheduledRequest(f"r{i}", start, count, [0] * count, [], num_samples=1)
             for i, (start, count) in enumerate(shares)
         ],
         admitted=[],

@@ -18,6 +18,7 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
 from serve.worker.device.cpu_device import CpuDevice
 from serve.worker.device.device import Device
+from serve.worker.executor import TokenMask
 from serve.worker.model_runner import ModelRunner, layer_shapes, make_runner
 from serve.worker.request_rows import RequestRows
 from serve.worker.sampling.logit_edits import LogitEditor
@@ -70,12 +71,12 @@ class SamplerStand:
 
     rows_device = cpu()
 
-    def sample(self, logits: Tensor) -> SamplerOutput:
+    def sample(self, logits: Tensor, mask: TokenMask | None = None) -> SamplerOutput:
         """One step for all requests, in order; does not touch `logits`."""
         numbers = range(len(self.asked))
         rows = self.rows.rows_of([str(n) for n in numbers])
         positions = np.array([len(a.prompt) + len(a.generated) for a in self.asked])
-        return self.sampler.sample(logits.clone(), rows, positions)
+        return self.sampler.sample(logits.clone(), rows, positions, mask=mask)
 
 
 def sample(logits: Tensor, asked: Sequence[Asked | SamplingParams]) -> list[int]:
@@ -197,7 +198,7 @@ def share(
     *,
     num_tokens: int | None = None,
     new_block_ids: Sequence[int] = (),
-    samples: bool = True,
+    num_samples: int = 1,
 ) -> ScheduledRequest:
     """A request's part of a step; all its tokens are known unless `num_tokens` says more."""
     return ScheduledRequest(
@@ -206,7 +207,7 @@ def share(
         len(token_ids) if num_tokens is None else num_tokens,
         list(token_ids),
         list(new_block_ids),
-        samples,
+        num_samples,
     )
 
 

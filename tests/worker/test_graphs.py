@@ -102,7 +102,7 @@ def test_steps_with_prompts_are_replayed_beside_single_tokens_and_alone() -> Non
 
     def chunk(name: str, start: int, end: int) -> ScheduledRequest:
         known = tokens[name]
-        return share(name, start, known[start:end], samples=end == len(known))
+        return share(name, start, known[start:end], num_samples=int(end == len(known)))
 
     for admitted, parts in (
         ("abc", [(whole, "a"), (whole, "b"), (partial(chunk, start=0, end=5), "c")]),
@@ -118,12 +118,12 @@ def test_steps_with_prompts_are_replayed_beside_single_tokens_and_alone() -> Non
     ):
         shares = [make(name) for make, name in parts]
         step = plan(shares, admitted=rows(*admitted))
-        sampled = [entry.request_id for entry in shares if entry.samples]
+        sampled = [entry.request_id for entry in shares if entry.num_samples]
         found = check_step(step, replaying, eager)
         assert len(found) == len(sampled)
         # Single tokens come first in a step's order.
         ordered = [
-            e.request_id for e in sorted(shares, key=lambda e: e.num_tokens != 1) if e.samples
+            e.request_id for e in sorted(shares, key=lambda e: e.num_tokens != 1) if e.num_samples
         ]
         for name, (token,) in zip(ordered, found, strict=True):
             assert token == next_token(tokens[name], VOCAB)
@@ -144,7 +144,7 @@ def test_larger_steps_and_prompt_scores_are_not_replayed() -> None:
     scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
     check_step(
         plan(
-            [share("a", 0, [5, 6]), share("b", 0, [7], samples=False)],
+            [share("a", 0, [5, 6]), share("b", 0, [7], num_samples=0)],
             admitted=[
                 row_data("a", Asked(scored, prompt=[5, 6, 9]), [1]),
                 row_data("b", Asked(scored, prompt=[7, 8, 9]), [2]),
@@ -153,7 +153,7 @@ def test_larger_steps_and_prompt_scores_are_not_replayed() -> None:
         replaying,
         eager,
     )
-    step = plan([share("b", 1, [8], samples=False)])
+    step = plan([share("b", 1, [8], num_samples=0)])
     eager.runner.execute(step).wait()
     result = replaying.runner.execute(step).wait()
     assert [s.token_id for s in result.prompt_logprobs["b"]] == [9]

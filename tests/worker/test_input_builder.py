@@ -25,7 +25,7 @@ def build(step: SchedulerOutput, *tables: list[int], **wishes: SamplingParams) -
 
 def test_single_tokens_come_first_and_everything_follows_that_order() -> None:
     step = plan(
-        [share("a", 2, [12, 13, 14], samples=False), share("b", 5, [25]), share("c", 0, [30, 31])]
+        [share("a", 2, [12, 13, 14], num_samples=0), share("b", 5, [25]), share("c", 0, [30, 31])]
     )
     built = build(step, [4, 9], [7, 3], [1])
     meta = built.attention
@@ -43,7 +43,7 @@ def test_single_tokens_come_first_and_everything_follows_that_order() -> None:
 
 def test_only_shares_that_reach_the_end_are_sampled() -> None:
     step = plan(
-        [share("a", 2, [12, 13], samples=False), share("b", 5, [25]), share("c", 0, [3, 4])]
+        [share("a", 2, [12, 13], num_samples=0), share("b", 5, [25]), share("c", 0, [3, 4])]
     )
     built = build(step, [4], [7, 3], [1])
     sample = built.sample
@@ -52,7 +52,7 @@ def test_only_shares_that_reach_the_end_are_sampled() -> None:
     assert built.logits_indices.tolist() == [0, 4]
     assert sample.positions.tolist() == [6, 2]
     assert sample.rows.tolist() == sample.rows_on_device.tolist() == [1, 2]
-    without = build(plan([share("a", 0, [1], samples=False)]), [4])
+    without = build(plan([share("a", 0, [1], num_samples=0)]), [4])
     assert without.sample is None
     assert without.logits_indices.tolist() == []
 
@@ -98,7 +98,9 @@ def test_any_mix_of_shares_is_laid_out_as_a_slow_loop_would(
     entries = []
     for row, (start, count, in_flight, samples) in enumerate(shares):
         known = list(range(100 * row + start, 100 * row + start + count - in_flight))
-        entries.append(share("abcdefgh"[row], start, known, num_tokens=count, samples=samples))
+        entries.append(
+            share("abcdefgh"[row], start, known, num_tokens=count, num_samples=int(samples))
+        )
     built = build(plan(entries), *tables)
 
     token_ids, positions, slots, ends = [], [], [], []

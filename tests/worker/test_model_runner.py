@@ -31,7 +31,7 @@ def test_prompts_chunks_and_decodes_share_steps_and_give_each_request_its_own_to
     after_a, after_b = reference(a, 2), reference(b, 3)
     steps = [
         plan(
-            [share("a", 0, a[:3], samples=False), share("b", 0, b)],
+            [share("a", 0, a[:3], num_samples=0), share("b", 0, b)],
             admitted=[admit("a", a, [3]), admit("b", b, [9])],
         ),
         plan([share("b", 2, after_b[:1]), share("a", 3, a[3:], new_block_ids=[2])]),
@@ -146,7 +146,7 @@ def test_log_01_log_04_prompt_logprobs_are_raw_and_complete_over_chunks() -> Non
     asked = SamplingParams(seed=1, top_k=1, prompt_logprobs=1)
     steps = [
         plan(
-            [share("a", 0, prompt[:2], samples=False)],
+            [share("a", 0, prompt[:2], num_samples=0)],
             admitted=[admit("a", prompt, [1, 2], asked)],
         ),
         plan([share("a", 2, prompt[2:])]),

@@ -19,7 +19,7 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import SchedulerOutput
 from serve.scheduler.scheduler import Scheduler
-from serve.worker.executor import PendingTokens, WorkerInfo
+from serve.worker.executor import Launch, WorkerInfo
 from tests.fakes import FakeInbox, FakeOutbox
 from tests.strategies import limits
 from tests.worker.async_device import AsyncDevice, GraphDevice
@@ -41,7 +41,7 @@ class RunnerExecutor:
     def start(self) -> WorkerInfo:
         raise AssertionError("the stand is ready as it is")
 
-    def execute(self, plan: SchedulerOutput) -> PendingTokens:
+    def forward(self, plan: SchedulerOutput) -> Launch:
         number = len(self.plans)
         self.plans.append(plan)
         self.stand.model.fail_next = number in self.bad_steps
@@ -49,7 +49,7 @@ class RunnerExecutor:
         if number in self.bad_copies:
             self.stand.storage.copy = self._break  # type: ignore[method-assign]
         try:
-            return self.stand.runner.execute(plan)
+            return self.stand.runner.forward(plan)
         finally:
             self.stand.storage.copy = copy  # type: ignore[method-assign]
             self.stand.model.fail_next = False

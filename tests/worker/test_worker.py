@@ -70,7 +70,7 @@ def test_sch_26_a_cpu_only_start_sizes_its_pool_and_answers(
     prompt = [5, 6, 7]
     greedy = SamplingParams(temperature=0.0)
     step = plan([share("a", 0, prompt)], admitted=[RowData("a", greedy, prompt, 3, [1])])
-    (token,) = executor.execute(step).wait().token_ids["a"]
+    (token,) = executor.forward(step).sample(None).wait().token_ids["a"]
     assert 0 <= token < info.vocab_size
     executor.close()
 
@@ -131,7 +131,7 @@ def test_the_largest_step_fills_the_budget_with_as_many_requests_as_may_run() ->
     assert sum(lengths) == step.num_scheduled_tokens == 2048
     assert len(lengths) == 256
     assert lengths[:2] == [1000, 794]
-    assert all(entry.samples for entry in step.scheduled)
+    assert all(entry.num_samples for entry in step.scheduled)
     assert all(set(row.block_ids) == {0} for row in step.admitted)
 
 
@@ -226,7 +226,7 @@ def test_a_config_alone_serves_with_dummy_weights(model: Path, tmp_path: Path) -
     info = executor.start()
     greedy = SamplingParams(temperature=0.0)
     step = plan([share("a", 0, [5, 6])], admitted=[RowData("a", greedy, [5, 6], 2, [1])])
-    (token,) = executor.execute(step).wait().token_ids["a"]
+    (token,) = executor.forward(step).sample(None).wait().token_ids["a"]
     assert 0 <= token < info.vocab_size
 
 
@@ -255,7 +255,7 @@ def test_an_eight_bit_cache_takes_a_quarter_of_fp32s_blocks_and_says_where_its_s
     prompt = [5, 6, 7]
     greedy = SamplingParams(temperature=0.0)
     step = plan([share("a", 0, prompt)], admitted=[RowData("a", greedy, prompt, 3, [1])])
-    (token,) = executor.execute(step).wait().token_ids["a"]
+    (token,) = executor.forward(step).sample(None).wait().token_ids["a"]
     assert 0 <= token < info.vocab_size
 
 

@@ -45,7 +45,9 @@ def cpu_kernels(
         pack_linear=LinearPacker(library, quantization),
         copy_blocks=copy_blocks,
         fuse_decoder=DecoderFuser(library),
-        sampling=SamplingKernels(sampling.draw, sampling.penalize, sampling.argmax, sampling.score),
+        sampling=SamplingKernels(
+            sampling.draw, sampling.penalize, sampling.argmax, sampling.score, sampling.mask
+        ),
         is_thread_invariant=True,
         keeps=KEPT,
         build=library.build,

@@ -180,9 +180,11 @@ class Library:
         self.draw.argtypes = [*pointers * 2, *ints * 2, c_void_p, c_int64, *pointers * 2]
         self.penalize = functions.serve_penalize
         self.penalize.argtypes = [*pointers * 2, *ints * 2, *pointers * 3]
+        self.mask = functions.serve_mask
+        self.mask.argtypes = [*pointers * 2, c_int64, *pointers * 2, c_int64]
         self.score = functions.serve_score
         self.score.argtypes = [*pointers * 2, *ints * 2, c_void_p, c_int64, POINTER(Scores)]
-        for function in (self.argmax, self.draw, self.penalize, self.score):
+        for function in (self.argmax, self.draw, self.penalize, self.mask, self.score):
             function.restype = None
 
 

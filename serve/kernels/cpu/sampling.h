@@ -24,6 +24,11 @@ void serve_draw(serve::Pool* pool, const float* logits, int64_t num_rows, int64_
 void serve_penalize(serve::Pool* pool, float* logits, int64_t num_rows, int64_t vocab,
                     const float* controls, const int32_t* generated, const uint8_t* in_prompt);
 
+// Puts -inf where a token's bit is 0, in rows[num_masked] of logits [..., vocab]; see MaskFn. bits
+// [num_masked, ceil(vocab / 32)].
+void serve_mask(serve::Pool* pool, float* logits, int64_t vocab, const int64_t* rows,
+                const uint32_t* bits, int64_t num_masked);
+
 struct ServeScores {
   float* logprobs;      // [num_rows], of the tokens given
   int64_t* ranks;       // [num_rows], 1 = most likely

@@ -57,6 +57,19 @@ class RowSampling:
             *(generated.data_ptr(), in_prompt.data_ptr()),
         )
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        vocab_size = logits.shape[1]
+        assert logits.dtype is torch.float32
+        assert rows.dtype is torch.int64
+        assert bits.dtype is torch.int32
+        assert bits.shape == (len(rows), -(-vocab_size // 32)), (bits.shape, logits.shape)
+        for array in (logits, rows, bits):
+            assert array.is_contiguous()
+        self._library.mask(
+            *(self._library.pool, logits.data_ptr(), vocab_size),
+            *(rows.data_ptr(), bits.data_ptr(), len(rows)),
+        )
+
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
         logits = as_rows(logits)
         num_rows, vocab_size = logits.shape

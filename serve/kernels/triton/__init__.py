@@ -16,6 +16,7 @@ from serve.kernels.triton.activation import gated_act
 from serve.kernels.triton.backend import TritonAttention
 from serve.kernels.triton.block_copy import copy_blocks
 from serve.kernels.triton.flashinfer import FlashInferAttention
+from serve.kernels.triton.mask import mask
 from serve.kernels.triton.matmul import invariant_linear
 from serve.kernels.triton.norm import add_rms_norm, rms_norm
 from serve.kernels.triton.penalties import penalize
@@ -50,7 +51,7 @@ def triton_kernels(*, batch_invariant: bool = False) -> Kernels:
         pack_linear=pack_invariant if batch_invariant else reference.pack_linear,
         copy_blocks=copy_blocks,
         prepare_heads=attention.prepare_heads,
-        sampling=SamplingKernels(draw, penalize),
+        sampling=SamplingKernels(draw, penalize, mask=mask),
         build=f"{triton.__version__} {target}",
         compiling=showing_progress,
     )

@@ -7,6 +7,7 @@ vocabulary are ignored: they can neither be generated nor reach into another row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from serve.kernels.base import SamplingKernels
 from serve.worker.device.device import Uploads
+from serve.worker.sampling.drafts import Drafts
 from serve.worker.sampling.listed_tokens import ANY_TOKEN, Ids, ListedTokens
 from serve.worker.sampling.sampling_columns import (
     PENALTIES,
@@ -46,14 +48,21 @@ class LogitEditor:
         self._last_tokens = last_tokens
         self._uploads = uploads
 
-    def apply(self, logits: Tensor, rows: Rows, positions: npt.NDArray[np.int64]) -> None:
-        """Edit logits [S, vocab] in place. positions [S]: where the new token will stand."""
+    def apply(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        positions: npt.NDArray[np.int64],
+        drafts: Drafts | None = None,
+    ) -> None:
+        """Edit logits [S, vocab] in place. positions [S]: where the new token will stand; behind
+        drafts, if there are some, which count as written."""
         wishes = self._columns.wishes[rows]
         steps: tuple[tuple[Wish, Callable[[Tensor, Rows, Rows], None]], ...] = (
             (Wish.ALLOWED, self._keep_allowed),
-            (Wish.BAD_WORDS, self._ban_bad_words),
+            (Wish.BAD_WORDS, partial(self._ban_bad_words, drafts)),
             (Wish.BIAS, self._add_bias),
-            (Wish.PENALTIES, self._penalize),
+            (Wish.PENALTIES, partial(self._penalize, drafts)),
         )
         for wish, step in steps:
             where = np.flatnonzero(wishes & wish)
@@ -90,7 +99,9 @@ class LogitEditor:
         if index is not None:
             logits.index_put_(index, _scalar(BANNED, logits))
 
-    def _ban_bad_words(self, logits: Tensor, where: Rows, rows: Rows) -> None:
+    def _ban_bad_words(
+        self, drafts: Drafts | None, logits: Tensor, where: Rows, rows: Rows
+    ) -> None:
         """Ban each word's last token where the tokens before it have just been written."""
         lists = self._listed(rows)
         index = self._index(where, [each.word_ends for each in lists])
@@ -98,6 +109,8 @@ class LogitEditor:
             return
         counts = [len(each.word_ends) for each in lists]
         recent = self._last_tokens.of(np.repeat(rows, counts))
+        if drafts is not None:
+            recent = drafts.follow(recent, np.repeat(where, counts))
         starts = np.full((sum(counts), recent.shape[1]), ANY_TOKEN, dtype=np.int64)
         for end, each in zip(np.cumsum(counts).tolist(), lists, strict=True):
             num_words, width = each.word_starts.shape
@@ -106,11 +119,13 @@ class LogitEditor:
         written = ((recent == wanted) | (wanted == ANY_TOKEN)).all(dim=1)
         logits.index_put_(index, written.to(logits.dtype).mul_(BANNED), accumulate=True)
 
-    def _penalize(self, logits: Tensor, where: Rows, rows: Rows) -> None:
+    def _penalize(self, drafts: Drafts | None, logits: Tensor, where: Rows, rows: Rows) -> None:
         """OpenAI's presence and frequency penalties on generated tokens, and the repetition
         penalty of CTRL (arXiv:1909.05858) on prompt and generated tokens."""
         controls = self._send(self._columns.numbers[rows][:, PENALTIES])
-        generated, in_prompt = self._counts.of(rows)
+        generated, in_prompt = self._counts.of(rows)  # copies
+        if drafts is not None:
+            drafts.count(generated, where)
         places = self._send(where)
         edited = logits[places]
         if self._kernels is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class PendingLogprobs:
             )
         ]
 
-    def wait(self, num_top: list[int]) -> Iterator[TokenLogprobs]:
+    def wait(self, num_top: Sequence[int]) -> Iterator[TokenLogprobs]:
         """One value per token; `num_top[i]` says how many of the best the i-th token wants."""
         token_ids, logprobs, ranks, top_ids, top_logprobs = (
             copy.wait().tolist() for copy in self._copies

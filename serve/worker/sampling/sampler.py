@@ -16,6 +16,8 @@ from torch import Tensor
 
 from serve.kernels.base import LogprobTensors, SamplingKernels
 from serve.worker.device.device import Device, Uploads
+from serve.worker.executor import TokenMask
+from serve.worker.sampling.drafts import Drafts
 from serve.worker.sampling.logit_edits import BANNED, LogitEditor
 from serve.worker.sampling.logprobs import score
 from serve.worker.sampling.noise import gumbel, noise_keys, token_hashes
@@ -28,6 +30,7 @@ from serve.worker.sampling.sampling_columns import (
     SamplingColumns,
     Wish,
 )
+from serve.worker.sampling.token_mask import WORD, mask_tokens
 
 _EDITS = Wish.ALLOWED | Wish.BAD_WORDS | Wish.BIAS | Wish.PENALTIES | Wish.MIN_TOKENS
 
@@ -44,6 +47,7 @@ class SamplerOutput:
     token_ids: Tensor  # [S] int64
     logprobs: LogprobTensors | None  # of the rows in `logprob_places`
     logprob_places: list[int]  # which of the S rows asked
+    excluded: Tensor | None = None  # [M] bool; whether nothing was left to draw, by the mask's rows
 
 
 class Sampler:
@@ -65,38 +69,58 @@ class Sampler:
         self._kernels = kernels
         self._argmax = (kernels and kernels.argmax) or _argmax
         self._score = (kernels and kernels.score) or score
+        self._mask = (kernels and kernels.mask) or mask_tokens
         self._scores_raw = logprobs_mode == "raw_logprobs"
         self._hashes = token_hashes(columns.vocab_size, device.torch_device)
         # One step's choice; the next one's may overwrite it, in the order of the device's work.
         num_rows = len(columns.wishes)
         self._chosen = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
 
-    def sample(self, logits: Tensor, rows: Rows, positions: npt.NDArray[np.int64]) -> SamplerOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        positions: npt.NDArray[np.int64],
+        drafts: Drafts | None = None,
+        mask: TokenMask | None = None,
+    ) -> SamplerOutput:
         """Choose a token for each row of logits [S, vocab] fp32, which it may overwrite.
 
-        rows [S]: whose they are; positions [S]: where the new token will stand in its request.
+        rows [S]: whose they are; positions [S]: where the new token will stand in its request;
+        drafts: those that stand before it, where a row is here more than once. The mask's rows are
+        rows of `logits`; it comes after everything that the requests wish.
         """
         wishes = self._columns.wishes[rows]
         any_wish = int(np.bitwise_or.reduce(wishes))
-        if not any_wish:
+        if not any_wish and mask is None:
             return SamplerOutput(self._most_likely(logits), None, [])
         asking = np.flatnonzero(wishes & Wish.LOGPROBS)
         before_edits = asking.size and self._scores_raw
         judged = logits[self._send(asking)] if before_edits else None  # a copy
         if any_wish & _EDITS:
-            self._editor.apply(logits, rows, positions)
+            self._editor.apply(logits, rows, positions, drafts)
+        masked = None if mask is None else self._keep_unmasked(logits, mask)
         token_ids = self._choose(logits, rows, positions, wishes)
+        excluded = None if masked is None else _excluded(logits, masked, token_ids)
         if not asking.size:
-            return SamplerOutput(token_ids, None, [])
+            return SamplerOutput(token_ids, None, [], excluded)
         if judged is None:
             judged = self._processed(logits[self._send(asking)], rows[asking], wishes[asking])
         num_top = max(self._columns.params[row].logprobs or 0 for row in rows[asking].tolist())
         scored = self.score(judged, token_ids[self._send(asking)], num_top)
-        return SamplerOutput(token_ids, scored, asking.tolist())
+        return SamplerOutput(token_ids, scored, asking.tolist(), excluded)
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
         """`logprobs.score`, by the device's own code if it has some."""
         return self._score(logits, token_ids, num_top)
+
+    def _keep_unmasked(self, logits: Tensor, mask: TokenMask) -> Tensor:
+        """Apply a mask; its rows."""
+        num_words = -(-self._columns.vocab_size // WORD)
+        assert mask.bits.shape == (len(mask.rows), num_words), (mask.bits.shape, num_words)
+        rows, bits = self._uploads.send(mask.rows, mask.bits)
+        self._mask(logits, rows, bits)
+        return rows
 
     def _choose(
         self,
@@ -111,7 +135,7 @@ class Sampler:
         if self._kernels is not None:
             numbers = self._send(self._columns.numbers[rows])
             keys = self._send(noise_keys(self._columns.seeds[rows], positions))
-            return self._kernels.draw(logits, numbers, keys, self._chosen[: len(rows)])
+            return self._kernels.draw(logits, numbers, keys, self._room(len(rows)))
         if random.size == len(rows):
             return self._draw(logits, rows, positions, wishes)
         token_ids = self._most_likely(logits)
@@ -122,7 +146,13 @@ class Sampler:
         return token_ids
 
     def _most_likely(self, logits: Tensor) -> Tensor:
-        return self._argmax(logits, self._chosen[: len(logits)])
+        return self._argmax(logits, self._room(len(logits)))
+
+    def _room(self, count: int) -> Tensor:
+        """Where so many chosen tokens go; drafts may make them more than there are rows."""
+        if count > len(self._chosen):
+            self._chosen = self._chosen.new_zeros(count)
+        return self._chosen[:count]
 
     def _draw(
         self,
@@ -191,6 +221,11 @@ class Sampler:
 
 def _argmax(logits: Tensor, out: Tensor) -> Tensor:
     return torch.argmax(logits, dim=-1, out=out)
+
+
+def _excluded(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+    """Of these rows [M], those whose token had to be one that is not allowed."""
+    return ~(logits[rows, token_ids[rows]] > -torch.inf)
 
 
 def _scaled(logits: Tensor, numbers: Tensor, wishes: npt.NDArray[np.int64]) -> Tensor:

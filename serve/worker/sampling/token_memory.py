@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from serve.worker.device.device import Device
+from serve.worker.sampling.drafts import shifted
 
 Rows = npt.NDArray[np.int64]
 
@@ -75,10 +76,12 @@ class TokenCounts:
         slots = self._device.to_device(torch.from_numpy(self._slots[rows]))
         return self._generated[slots], self._in_prompt[slots]
 
-    def add(self, rows: Rows, token_ids: Tensor) -> None:
-        """Count one new token [P] for each of these rows."""
+    def add(self, rows: Rows, token_ids: Tensor, counted: Tensor | None = None) -> None:
+        """Count new tokens [P] for these rows, or those of them that are `counted` [P] bool."""
         slots = self._device.to_device(torch.from_numpy(self._slots[rows]))
         one = torch.ones_like(token_ids, dtype=torch.int32)
+        if counted is not None:
+            one *= counted
         self._generated.index_put_((slots, token_ids), one, accumulate=True)
 
 
@@ -114,6 +117,11 @@ class LastTokens:
         """Append one new token [P] to each of these rows."""
         slots = self._device.to_device(torch.from_numpy(self._slots[rows]))
         self._tokens[slots] = torch.cat([self._tokens[slots][:, 1:], token_ids[:, None]], dim=1)
+
+    def extend(self, rows: Rows, token_ids: Tensor, counts: Tensor) -> None:
+        """Append to each of these rows the first `counts` [P] of its token_ids [P, n]."""
+        slots = self._device.to_device(torch.from_numpy(self._slots[rows]))
+        self._tokens[slots] = shifted(self._tokens[slots], token_ids, counts)
 
 
 def _grown(tensor: Tensor) -> Tensor:

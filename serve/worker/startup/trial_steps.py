@@ -17,7 +17,7 @@ def measuring_plan(vocab_size: int, max_position: int, block_size: int) -> Sched
     tokens = [number * vocab_size // count for number in range(count)]
     blocks = list(range(1, -(-count // block_size) + 1))
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
-    share = ScheduledRequest("measured", 0, count, tokens, [], samples=False)
+    share = ScheduledRequest("measured", 0, count, tokens, [], num_samples=0)
     row = RowData("measured", sampling, tokens, count, blocks)
     return SchedulerOutput([share], [row], [], [], [], [], count)
 
@@ -36,7 +36,7 @@ def largest_plan(
         request_id, tokens = f"largest-{number}", [0] * length
         blocks = [0] * -(-length // block_size)
         admitted.append(RowData(request_id, sampling, tokens, length, blocks))
-        scheduled.append(ScheduledRequest(request_id, 0, length, tokens, [], samples=True))
+        scheduled.append(ScheduledRequest(request_id, 0, length, tokens, [], num_samples=1))
     return SchedulerOutput(scheduled, admitted, [], [], [], [], sum(lengths))
 
 
@@ -51,7 +51,7 @@ def warming_plans(max_model_len: int, block_size: int) -> Iterator[SchedulerOutp
     for length, new in ((min(2, max_model_len), 2), (max_model_len, 1)):
         name, count = f"warming-{new}", min(new, length)
         row = RowData(name, everything, [0] * length, length, blocks)
-        share = ScheduledRequest(name, length - count, count, [0] * count, [], samples=True)
+        share = ScheduledRequest(name, length - count, count, [0] * count, [], num_samples=1)
         yield SchedulerOutput([share], [row], released, [], [], [BlockCopy(0, 0)], count)
         released = [name]
     yield SchedulerOutput([], [], released, [], [], [], 0)

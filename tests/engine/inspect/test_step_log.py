@@ -164,7 +164,7 @@ def test_a_step_of_decodes_costs_next_to_nothing_however_many_there_are() -> Non
             step = log.launched(plan, times[0])
             mark()
             deltas = scheduler.update(
-                plan, StepResult({e.request_id: [1] for e in plan.scheduled if e.samples})
+                plan, StepResult({e.request_id: [1] for e in plan.scheduled if e.num_samples})
             )
             mark()
             log.retired(step, times[2], deltas)

@@ -24,7 +24,7 @@ def timed_step(
     duration_s = decode_s + token_s * (plan.num_scheduled_tokens - len(plan.scheduled))
     assert isinstance(scheduler.clock, FakeClock)
     scheduler.clock.advance(duration_s)
-    tokens = {entry.request_id: [1] for entry in plan.scheduled if entry.samples}
+    tokens = {entry.request_id: [1] for entry in plan.scheduled if entry.num_samples}
     scheduler.update(plan, StepResult(tokens))
     return plan, duration_s
 

@@ -154,7 +154,7 @@ def test_steps_that_are_launched_ahead_share_as_well() -> None:
     plans = [scheduler.schedule() for _ in range(4)]
     assert [shares(plan)["long"] for plan in plans] == [16, 28, 31, 31]
     for plan in plans:
-        tokens = {entry.request_id: [1] for entry in plan.scheduled if entry.samples}
+        tokens = {entry.request_id: [1] for entry in plan.scheduled if entry.num_samples}
         scheduler.update(plan, StepResult(tokens))
     run_until_done(scheduler)
 
