@@ -48,6 +48,7 @@ class Job:
     cache_salt: str | None = None
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
+    relaxed: tuple[str, ...] = ()  # keywords of its schema that the answer is not held to
     gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
     limit_field: str = "max_tokens"  # what it calls the most tokens of the answer
