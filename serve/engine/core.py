@@ -209,7 +209,7 @@ class EngineCore:
             if error is None:
                 self._queue(message)
             else:
-                self._refuse(message, error)
+                self._refuse(message, error, is_invalid=True)
 
     def _queue(self, message: AddRequest) -> None:
         try:
@@ -220,7 +220,14 @@ class EngineCore:
         except RequestError as error:
             self._refuse(message, str(error))
 
-    def _refuse(self, message: AddRequest, reason: str, retry_after_s: float | None = None) -> None:
+    def _refuse(
+        self,
+        message: AddRequest,
+        reason: str,
+        retry_after_s: float | None = None,
+        *,
+        is_invalid: bool = False,
+    ) -> None:
         self._refused.append(
             TokenDelta(
                 message.request_id,
@@ -228,6 +235,7 @@ class EngineCore:
                 finish_reason=FinishReason.ERROR,
                 error=reason,
                 retry_after_s=retry_after_s,
+                is_invalid=is_invalid,
             )
         )
 

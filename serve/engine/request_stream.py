@@ -49,6 +49,7 @@ class RequestStream:
         )
         self._error: str | None = None
         self._retry_after_s: float | None = None
+        self._is_invalid = False
         self._times: RequestTimes | None = None
         self._failure: ServeError | None = None
         self._pending: list[RequestOutput] = []  # what the reader has not taken yet
@@ -81,6 +82,7 @@ class RequestStream:
         elif by_token and token_ids[-1] in self._asked_ends():
             self._stop_reason = token_ids[-1]
         self._error, self._retry_after_s = delta.error, delta.retry_after_s
+        self._is_invalid = delta.is_invalid
         self._times = delta.times or self._times
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if token_ids:
@@ -180,6 +182,7 @@ class RequestStream:
             hides_last=self._hides_last,
             error=self._error,
             retry_after_s=self._retry_after_s,
+            is_invalid=self._is_invalid,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,

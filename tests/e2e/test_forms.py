@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,13 +88,16 @@ def response_format(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def client(tiny_server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0)
+def client(tiny_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    url = f"{tiny_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
-def http(tiny_server: ServerProcess) -> httpx.Client:
-    return httpx.Client(base_url=tiny_server.url, timeout=60)
+def http(tiny_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=tiny_server.url, timeout=60) as client:
+        yield client
 
 
 class Person(pydantic.BaseModel):
@@ -120,16 +124,16 @@ def test_the_client_parses_answers_of_chat_and_responses_whole_and_streamed(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_s_output_format_is_kept_to(tiny_server: ServerProcess, stream: bool) -> None:
-    client = anthropic.Anthropic(base_url=tiny_server.url, api_key="none", max_retries=0)
     asked: dict[str, Any] = {
         "model": "tiny", "max_tokens": 400, "messages": HI,
         "extra_body": {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}},
     }  # fmt: skip
-    if stream:
-        with client.messages.stream(**asked) as events:
-            message = events.get_final_message()
-    else:
-        message = client.messages.create(**asked)
+    with anthropic.Anthropic(base_url=tiny_server.url, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**asked) as events:
+                message = events.get_final_message()
+        else:
+            message = client.messages.create(**asked)
     assert message.stop_reason == "end_turn"
     block = message.content[0]
     assert block.type == "text"

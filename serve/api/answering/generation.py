@@ -22,6 +22,7 @@ from serve.engine.outputs import RequestOutput
 from serve.engine.public_ids import answer_ids, choice_label
 from serve.errors import (
     DeadlinePassed,
+    InvalidRequest,
     QueuedTooLong,
     QueueFull,
     ServeError,
@@ -267,6 +268,8 @@ def _raise_failure(output: RequestOutput) -> None:
         raise refusal(why, retry_after_s=retry_after_s)
     if output.finish_reason is FinishReason.TIMEOUT:
         raise DeadlinePassed(why, param="timeout")
+    if output.is_invalid:
+        raise InvalidRequest(why)
     if output.finish_reason is FinishReason.ERROR:
         raise StepFailed(output.error or "The engine failed while working on this request.")
     if output.finish_reason is FinishReason.ABORT:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from serve.engine.grammar.templates import Templates
+from serve.engine.grammar.templates import Templates, fault_of
 from serve.engine.grammar.vocabulary import Vocabulary
 from serve.errors import RequestError
 from serve.messages import AddRequest
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 5.0
 """A grammar that takes longer is refused; the usual ones take milliseconds."""
-_BROKEN = "its grammar could not be followed any further; see the server's log."
+_BROKEN = "the form asked for could not be followed any further; see the server's log."
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class _State:
             if not self.matcher.is_stopped():
                 self.matcher.consume_tokens(token_ids)
             if self.matcher.is_error():
-                self.error = self.matcher.get_error()
+                self.error = fault_of(self.matcher)
 
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """Allow what may come next in bits [ceil(vocab / 32)]."""
         with _panics_noted(self):
             self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if self.matcher.is_error():
-                self.error = self.matcher.get_error()
+                self.error = fault_of(self.matcher)
 
     @property
     def is_over(self) -> bool:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from serve.engine.grammar.vocabulary import Vocabulary
 from serve.errors import InvalidRequest
@@ -16,6 +16,17 @@ from serve.sampling_params import Grammar
 NUM_THREADS = 2
 MAX_TEMPLATES = 256
 """Compiled grammars that are kept; one takes some 4 KB, and what its text takes."""
+
+
+LIMITS = LLParserLimits(max_items_in_row=8_000, step_max_items=100_000)
+"""Enough for 2,000 optional properties of one object, whose masks then take 40 ms; llguidance's own
+limit is reached at 500."""
+
+
+def fault_of(matcher: LLMatcher) -> str:
+    """What a matcher in its error state says, without what only its authors can read."""
+    fault = matcher.get_error().partition("\n<state>")[0].strip().rstrip(".")
+    return "it admits no text at all" if fault.startswith("NoExtension") else fault
 
 
 class Templates:
@@ -46,10 +57,11 @@ class Templates:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         tokenizer = self._tokenizer(grammar.end_token_ids)
         began = time.monotonic()
-        matcher = LLMatcher(tokenizer, grammar.text, log_level=0)
+        matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a copy takes along what is worked out now
         if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be used: {matcher.get_error()}")
-        matcher.compute_bitmask()  # a copy takes along what is worked out now
+            raise InvalidRequest(f"the form asked for cannot be used: {fault_of(matcher)}.")
         self.compile_s.append(time.monotonic() - began)
         return matcher
 

@@ -181,6 +181,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(grammars: Gram
     (bad,) = [delta for delta in told if delta.request_id == "bad"]
     assert bad.finish_reason is FinishReason.ERROR
     assert "nowhere" in (bad.error or "")
+    assert bad.is_invalid
     assert sum(len(d.token_ids) for d in told if d.request_id == "good") == 5
 
 
@@ -229,7 +230,7 @@ def test_a_matcher_that_breaks_ends_its_request_alone(grammars: Grammars, panics
             grammars._states["bad"].matcher = _Broken(panics)  # type: ignore[assignment]
     last = [delta for delta in told if delta.request_id == "bad"][-1]
     assert last.finish_reason is FinishReason.ERROR
-    assert "grammar" in (last.error or "")
+    assert "form" in (last.error or "")
     good = [t for delta in told if delta.request_id == "good" for t in delta.token_ids]
     assert good == reference(add_request("good", 4, 6, grammar=grammar(TEXTS[2])))[0]
 
