@@ -109,8 +109,9 @@ def report(
         "# What answers in a form cost",
         "",
         f"`python -m benchmarks.grammars --rounds {rounds}`: the default model, {NUM_TOKENS} "
-        "tokens a stream at temperature 1, constrained and plain streams by turns; throughput of the "
-        "constrained ones as a share of the plain ones: median (least to greatest) of the rounds.",
+        "tokens a stream at temperature 1, constrained and plain streams by turns; throughput of "
+        "the constrained ones as a share of the plain ones: median (least to greatest) of the "
+        "rounds.",
         "",
         f"{facts['cpu']}, {facts['cores']} cores, {facts['date']}.",
         "",
