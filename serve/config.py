@@ -333,6 +333,12 @@ class ServerConfig:
     431."""
     max_connections: int = 16384
     """Most connections open at once; further ones are refused with 503."""
+    max_schema_bytes: int = 262_144
+    """Longest JSON schema, grammar or regular expression that a request may bring; longer ones are
+    refused with 400."""
+    strict_schemas: bool = False
+    """Refuse every JSON schema with a keyword that cannot be enforced, also where the request does
+    not say strict; otherwise the header x-serve-relaxed names such keywords."""
     max_logprobs: int = 20
     """Most alternatives per token that a request may ask for in logprobs."""
     max_answer_entries: int = 2**21
@@ -382,6 +388,8 @@ class ServerConfig:
         _require(size >= 1024, "max-request-bytes", size, "at least 1024")
         head = self.max_header_bytes
         _require(head >= 1024, "max-header-bytes", head, "at least 1024")
+        schema = self.max_schema_bytes
+        _require(schema >= 1, "max-schema-bytes", schema, "at least 1")
         _require(logprobs >= 0, "max-logprobs", logprobs, "0 or more")
         entries = self.max_answer_entries
         _require(entries >= 1, "max-answer-entries", entries, "at least 1")

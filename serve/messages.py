@@ -157,6 +157,7 @@ class TokenDelta(NamedTuple):
     times: RequestTimes | None = None  # with finish_reason, the first token, and after preemptions
     num_cached_tokens: int = 0  # of the prompt, from the prefix cache; told with `times`
     retry_after_s: float | None = None  # with an error: too much waited here; come back then
+    is_invalid: bool = False  # with an error: the request itself is at fault
 
 
 @dataclass(frozen=True, slots=True)

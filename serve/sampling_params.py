@@ -45,12 +45,22 @@ class RepetitionDetection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """The form that an answer must have: `text` in the Lark dialect of llguidance. A text may end
+    with any of `end_token_ids` once it is complete; the front resolves them to the model's own."""
+
+    text: str
+    end_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Names and meaning are vLLM's.
 
     `top_k` 0 or -1 and `top_p` 1 mean off. `logprobs` n asks for the chosen token's log-probability
     and those of the n best; 0 gives the chosen one alone; None gives none.
-    `max_tokens` None means up to the context's end; the front resolves it.
+    `max_tokens` None means up to the context's end; the front resolves it. A `grammar` wins over
+    `min_tokens` and `ignore_eos`: a complete answer ends.
     Raises InvalidRequest, naming the field, for a value out of range.
     """
 
@@ -69,6 +79,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # honoured by the front
@@ -96,6 +107,11 @@ class SamplingParams:
             raise _invalid("seed", self.seed, "a 64-bit integer")
         if any(s == "" for s in self.stop):
             raise InvalidRequest("stop must not hold an empty string; leave it out.", param="stop")
+        if self.grammar is not None and self.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids and a grammar exclude each other; leave one of them out.",
+                param="allowed_token_ids",
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from serve.engine.health import PROBE_ID
 from serve.messages import FromEngine, StepOutputs, ToEngine, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -40,9 +42,21 @@ def hash_tokens(token_ids: Sequence[int]) -> int:
     return value
 
 
-def next_token(hash_so_far: int) -> int:
-    """The fake model's greedy choice."""
-    return (hash_so_far >> 7) % VOCAB_SIZE
+def next_token(hash_so_far: int, allowed: Sequence[int] | None = None) -> int:
+    """The fake model's greedy choice, among those allowed."""
+    number = hash_so_far >> 7
+    return number % VOCAB_SIZE if allowed is None else allowed[number % len(allowed)]
+
+
+def allowed_tokens(mask: TokenMask | None) -> dict[int, list[int]]:
+    """What a mask allows, by the place of the sampled position."""
+    if mask is None:
+        return {}
+    bits = np.unpackbits(mask.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB_SIZE]
+    return {
+        int(row): [int(i) for i in np.flatnonzero(b)]
+        for row, b in zip(mask.rows, bits, strict=True)
+    }
 
 
 def reference_completion(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
@@ -77,7 +91,7 @@ class FakePending:
     number: int
 
     def sample(self, mask: TokenMask | None) -> FakePending:
-        assert mask is None
+        self.executor.masks[self.number] = mask
         return self
 
     def wait(self) -> StepResult:
@@ -104,6 +118,7 @@ class FakeExecutor:
     rows: dict[str, Row] = field(default_factory=dict)
     step_sizes: list[int] = field(default_factory=list)
     violations: list[AssertionError] = field(default_factory=list)
+    masks: dict[int, TokenMask | None] = field(default_factory=dict)  # of the steps to come
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -157,7 +172,7 @@ class FakeExecutor:
             self._fail(number, plan)
         self._copy_blocks(plan)
         self._admit(plan)
-        return self._forward(plan)
+        return self._forward(plan, allowed_tokens(self.masks.pop(number, None)))
 
     def _fail(self, number: int, plan: SchedulerOutput) -> None:
         """Fail between the bookkeeping and all device work, copies included."""
@@ -194,7 +209,7 @@ class FakeExecutor:
             wants_prompt_logprobs=data.sampling.prompt_logprobs is not None,
         )
 
-    def _forward(self, plan: SchedulerOutput) -> StepResult:
+    def _forward(self, plan: SchedulerOutput, allowed: dict[int, list[int]]) -> StepResult:
         total = sum(entry.num_tokens for entry in plan.scheduled)
         assert total == plan.num_scheduled_tokens, (total, plan.num_scheduled_tokens)
         assert total <= self.max_num_batched_tokens, f"{total} tokens exceed the budget"
@@ -207,8 +222,11 @@ class FakeExecutor:
         for entry in alive:  # one forward pass: everything is written before it is read
             self._write_kv(entry)
         result = StepResult({}, {}, {})
-        for entry in alive:
-            self._attend_and_sample(entry, result)
+        place = 0
+        for entry in plan.scheduled:
+            if entry in alive:
+                self._attend_and_sample(entry, result, allowed.get(place))
+            place += entry.num_samples
         return result
 
     def _check_no_block_has_two_writers(self, entries: list[ScheduledRequest]) -> None:
@@ -242,7 +260,9 @@ class FakeExecutor:
             value = extend_hash(value, row.token_ids[position])
             self._set_slot(row, position, (position, row.token_ids[position], value))
 
-    def _attend_and_sample(self, entry: ScheduledRequest, result: StepResult) -> None:
+    def _attend_and_sample(
+        self, entry: ScheduledRequest, result: StepResult, allowed: list[int] | None
+    ) -> None:
         row = self.rows[entry.request_id]
         end = entry.start + entry.num_tokens
         value = 0
@@ -262,7 +282,7 @@ class FakeExecutor:
                 ]
         if entry.num_samples:
             assert end == len(row.token_ids), f"{entry.request_id} samples before its end"
-            token_id = next_token(value)
+            token_id = next_token(value, allowed)
             row.token_ids.append(token_id)
             result.token_ids[entry.request_id] = [token_id]
             result.logprobs[entry.request_id] = [fake_logprob(token_id, end)]

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from serve.engine.core import EngineCore
+from serve.engine.grammar.grammars import Grammars
 from serve.kv_cache.block_table import num_blocks_for
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AbortRequests, AddRequest, Control, FinishReason, ToEngine
@@ -238,6 +239,7 @@ def build(
     scheduler_type: type[Scheduler] = Scheduler,
     executor_type: type[FakeExecutor] = FakeExecutor,
     core_type: type[EngineCore] = EngineCore,
+    grammars: Grammars | None = None,
 ) -> Run:
     """The real core over the fake device."""
     kv = kv_type(
@@ -256,7 +258,7 @@ def build(
         max_num_batched_tokens=workload.limits.max_num_batched_tokens,
     )
     outbox = FakeOutbox()
-    core = core_type(scheduler, executor, FakeInbox(), outbox, workload.depth)
+    core = core_type(scheduler, executor, FakeInbox(), outbox, workload.depth, grammars=grammars)
     return Run(core, scheduler, kv, executor, outbox, workload.controls)
 
 

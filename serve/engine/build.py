@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from serve.config import CacheConfig, EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
+from serve.engine.grammar.grammars import Grammars
+from serve.engine.grammar.vocabulary import Vocabulary, model_vocabulary
 from serve.engine.inspect.trace import TraceFile
 from serve.engine.prefix_file import PrefixFile
 from serve.errors import ConfigError
@@ -33,7 +36,8 @@ def build_engine_core(
     from serve.worker.local_executor import LocalExecutor
 
     executor = LocalExecutor(config, model_path)
-    return core_over(executor, config, inbox, outbox, archive=executor)
+    vocabulary = partial(model_vocabulary, model_path, config.model.load_format)
+    return core_over(executor, config, inbox, outbox, archive=executor, vocabulary_of=vocabulary)
 
 
 def core_over(
@@ -43,10 +47,12 @@ def core_over(
     outbox: Outbox,
     clock: Callable[[], float] = time.monotonic,
     archive: BlockArchive | None = None,
+    vocabulary_of: Callable[[int], Vocabulary] | None = None,
 ) -> tuple[EngineCore, EngineReady]:
     """Start `executor` and make a core that drives it; what it measured sizes everything.
 
     `archive` keeps blocks for --prefix-cache-file; without one, the flag does nothing.
+    `vocabulary_of`: by how many tokens the model scores; without it there are no grammars.
     """
     worker = executor.start()
     scheduling = config.scheduler
@@ -89,7 +95,11 @@ def core_over(
     path = scheduling.trace_file
     trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler.view())
     prefix_file = _prefix_file(config.cache, kv, archive)
-    return EngineCore(scheduler, executor, inbox, outbox, depth, trace, prefix_file), ready
+    grammars = None
+    if vocabulary_of is not None:
+        grammars = Grammars(vocabulary_of(worker.vocab_size), worker.vocab_size)
+    core = EngineCore(scheduler, executor, inbox, outbox, depth, trace, prefix_file, grammars)
+    return core, ready
 
 
 def _prefix_file(

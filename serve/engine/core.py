@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve.engine.grammar.grammars import Grammars
 from serve.engine.health import Supervisor
 from serve.engine.inspect.controls import Controls
 from serve.engine.inspect.step_log import OpenStep, StepLog
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 INTERNAL_ERROR = "internal error; see the server's log."
 NO_MEMORY = "the server had no memory for a step; see its log."
 """All that a client is told of a failed step: what an exception says is for the log."""
+
+
+COMPILE_POLL_S = 0.005
+"""How often, while there is nothing to do but to compile a grammar, messages are looked for."""
 
 
 class Inbox(Protocol):
@@ -77,7 +82,9 @@ class EngineCore:
         depth: int = 1,
         trace: TraceFile | None = None,
         prefix_file: PrefixFile | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without `grammars`, requests with one are refused."""
         assert depth >= 1, depth
         self.scheduler = scheduler
         self.executor = executor
@@ -93,6 +100,7 @@ class EngineCore:
         self._stopping = False
         self._stopped = False
         self._supervisor = Supervisor(scheduler, executor)
+        self._grammars = grammars
         self._last_stats: EngineStats | None = None
 
     def run(self) -> None:
@@ -122,12 +130,19 @@ class EngineCore:
     def close(self) -> None:
         """Free the device, and end the trace."""
         self.executor.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._trace is not None:
             self._trace.close()
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do without a new message."""
-        return bool(self._in_flight or self._refused or self.scheduler.has_work())
+        return bool(
+            self._in_flight
+            or self._refused
+            or self.scheduler.has_work()
+            or (self._grammars is not None and self._grammars.num_compiling)
+        )
 
     def handle(self, message: ToEngine) -> None:
         """Take in one message."""
@@ -136,6 +151,8 @@ class EngineCore:
                 self._add(message)
             case AbortRequests(request_ids, reason):
                 self.scheduler.abort(request_ids)
+                if self._grammars is not None:
+                    self._grammars.forget(request_ids)
                 self.log.aborted(request_ids, reason)
             case Control():
                 self.outbox.send(self._controls.answer(message))
@@ -148,15 +165,19 @@ class EngineCore:
         expired = self.scheduler.expire()
         if expired:
             self.log.told(expired)
+        if self._grammars is not None and self._grammars.num_compiling:
+            self._queue_compiled(self._grammars)
         deltas, self._refused = self._refused + expired, []
-        launched = self._launch()
+        launched = self._launch(deltas)
         if self._in_flight and (len(self._in_flight) == self.depth or not launched):
             deltas += self._retire(*self._in_flight.popleft())
+        if self._grammars is not None and self._grammars.num_followed:
+            self._grammars.forget(d.request_id for d in deltas if d.finish_reason is not None)
         return deltas
 
-    def _launch(self) -> bool:
-        """Give out the next step, if it may go and there is one; whether requests run in it. Raises
-        EngineDead when steps keep failing."""
+    def _launch(self, deltas: list[TokenDelta]) -> bool:
+        """Give out the next step, if it may go and there is one; whether requests run in it. What
+        had to be retired for it is added to `deltas`. Raises EngineDead when steps keep failing."""
         if self._supervisor.in_doubt and not self._supervisor.may_go_on(len(self._in_flight)):
             return False
         if len(self._in_flight) == self.depth or not self.scheduler.has_work():
@@ -167,13 +188,30 @@ class EngineCore:
             assert self._in_flight, "requests are waiting, nothing runs, and nothing can start"
             return False
         step = self.log.launched(plan, began)
-        self._in_flight.append((plan, self._execute(plan), step))
+        self._in_flight.append((plan, self._execute(plan, deltas), step))
         return bool(plan.scheduled)
 
     def _add(self, message: AddRequest) -> None:
         if self._stopping:
             self._refuse(message, "the server is shutting down.")
-            return
+        elif message.sampling.grammar is None:
+            self._queue(message)
+        elif self._grammars is not None:
+            self._grammars.begin(message)
+        else:
+            self._refuse(message, "this engine knows no grammars.")
+
+    def _queue_compiled(self, grammars: Grammars) -> None:
+        """Queue the requests whose grammars are ready; the others keep waiting for theirs."""
+        if not (self._in_flight or self._refused or self.scheduler.has_work()):
+            grammars.wait(COMPILE_POLL_S)
+        for message, error in grammars.compiled():
+            if error is None:
+                self._queue(message)
+            else:
+                self._refuse(message, error, is_invalid=True)
+
+    def _queue(self, message: AddRequest) -> None:
         try:
             self.scheduler.add(message)
             self.log.added(message)
@@ -182,7 +220,14 @@ class EngineCore:
         except RequestError as error:
             self._refuse(message, str(error))
 
-    def _refuse(self, message: AddRequest, reason: str, retry_after_s: float | None = None) -> None:
+    def _refuse(
+        self,
+        message: AddRequest,
+        reason: str,
+        retry_after_s: float | None = None,
+        *,
+        is_invalid: bool = False,
+    ) -> None:
         self._refused.append(
             TokenDelta(
                 message.request_id,
@@ -190,12 +235,20 @@ class EngineCore:
                 finish_reason=FinishReason.ERROR,
                 error=reason,
                 retry_after_s=retry_after_s,
+                is_invalid=is_invalid,
             )
         )
 
-    def _execute(self, plan: SchedulerOutput) -> PendingTokens:
+    def _execute(self, plan: SchedulerOutput, deltas: list[TokenDelta]) -> PendingTokens:
         try:
-            return self.executor.forward(plan).sample(None)
+            launch = self.executor.forward(plan)
+            if self._grammars is None or not self._grammars.concern(plan):
+                return launch.sample(None)
+            # What a grammar allows follows from the tokens before, which are waited for while this
+            # step's forward pass runs.
+            while self._in_flight:
+                deltas += self._retire(*self._in_flight.popleft())
+            return launch.sample(self._grammars.mask(plan))
         except Exception as error:  # told when its turn to retire comes, after the steps before it
             return _FailedLaunch(error)
 
@@ -211,7 +264,8 @@ class EngineCore:
         known = self.scheduler.clock()
         if plan.scheduled and self._supervisor.failures_in_a_row:  # giving back rows proves nothing
             self._supervisor.succeeded()
-        deltas = self.scheduler.update(plan, result)
+        over = self._grammars.advance(plan, result) if self._grammars is not None else ()
+        deltas = self.scheduler.update(plan, result, over)
         self.log.retired(step, known, deltas)
         return deltas
 

@@ -35,6 +35,7 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0  # so far
     times: RequestTimes | None = None  # with finish_reason
+    is_invalid: bool = False  # with an error: the request itself is at fault
 
 
 def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:

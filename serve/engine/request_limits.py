@@ -10,7 +10,7 @@ from random import Random
 from serve.engine.served_model import ServedModel
 from serve.errors import InvalidRequest, PromptTooLong
 from serve.messages import EngineReady
-from serve.sampling_params import SamplingParams
+from serve.sampling_params import Grammar, SamplingParams
 from serve.text.detokenizer import TextPlan
 
 
@@ -55,7 +55,19 @@ def resolve_sampling(
         _check_ids("bad_words", word, model.vocab_size)
     end_ids = () if sampling.ignore_eos else tuple(sorted(model.eos_token_ids))
     stop_ids = tuple(dict.fromkeys(sampling.stop_token_ids + end_ids))
-    return replace(sampling, max_tokens=max_tokens, stop_token_ids=stop_ids)
+    grammar = _with_ends(sampling.grammar, model)
+    return replace(sampling, max_tokens=max_tokens, stop_token_ids=stop_ids, grammar=grammar)
+
+
+def _with_ends(grammar: Grammar | None, model: ServedModel) -> Grammar | None:
+    """A grammar that knows how the model ends a text."""
+    if grammar is None:
+        return None
+    if not model.eos_token_ids:
+        raise InvalidRequest(
+            "This model's files name no end-of-text token, so no answer can be held to a form."
+        )
+    return replace(grammar, end_token_ids=tuple(sorted(model.eos_token_ids)))
 
 
 def with_seed(sampling: SamplingParams, seeds: Random) -> SamplingParams:

@@ -49,6 +49,7 @@ class RequestStream:
         )
         self._error: str | None = None
         self._retry_after_s: float | None = None
+        self._is_invalid = False
         self._times: RequestTimes | None = None
         self._failure: ServeError | None = None
         self._pending: list[RequestOutput] = []  # what the reader has not taken yet
@@ -68,7 +69,7 @@ class RequestStream:
             num_fresh = self._repetition.push(token_ids)
             if num_fresh is not None and (ended_by is None or num_fresh < len(token_ids)):
                 token_ids, ended_by = token_ids[:num_fresh], FinishReason.REPETITION
-        by_token = ended_by is FinishReason.STOP and bool(token_ids)
+        by_token = ended_by is FinishReason.STOP and self._ends_by_token(token_ids)
         self._hides_last = by_token and not self.sampling.include_stop_str_in_output
         shown = token_ids[:-1] if self._hides_last else token_ids
         text = self._detokenizer.push(shown, final=ended_by is not None)
@@ -78,9 +79,10 @@ class RequestStream:
             self._stop_reason = text.stopped_by
             self._hides_last = False
             token_ids = token_ids[: text.num_tokens]
-        elif by_token and token_ids[-1] not in self._end_of_text_ids:
+        elif by_token and token_ids[-1] in self._asked_ends():
             self._stop_reason = token_ids[-1]
         self._error, self._retry_after_s = delta.error, delta.retry_after_s
+        self._is_invalid = delta.is_invalid
         self._times = delta.times or self._times
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if token_ids:
@@ -93,6 +95,16 @@ class RequestStream:
         if len(self._pending) == MAX_UNJOINED:
             self._pending = [joined(self._pending)]
         self._wake_reader()
+
+    def _ends_by_token(self, token_ids: list[int]) -> bool:
+        """Whether the last token is an end, and not the last part of a complete form."""
+        grammar = self.sampling.grammar
+        ends = self.sampling.stop_token_ids + (() if grammar is None else grammar.end_token_ids)
+        return bool(token_ids) and token_ids[-1] in ends
+
+    def _asked_ends(self) -> set[int]:
+        """Ends that the client asked for by number."""
+        return set(self.sampling.stop_token_ids) - self._end_of_text_ids
 
     def moved(self) -> AddRequest:
         """The request as another engine must get it to go on where this one's last step ended."""
@@ -170,6 +182,7 @@ class RequestStream:
             hides_last=self._hides_last,
             error=self._error,
             retry_after_s=self._retry_after_s,
+            is_invalid=self._is_invalid,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,

@@ -8,7 +8,7 @@ step_planner (the passes), admission, preemption with victims and headroom, step
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
@@ -153,9 +153,12 @@ class Scheduler:
             self._launched.launch(output, plan, now)
         return output
 
-    def update(self, plan: SchedulerOutput, result: StepResult) -> list[TokenDelta]:
-        """Append the tokens of the oldest step still out; end and free what has finished."""
-        return self._results.take_in(plan, result, self.clock())
+    def update(
+        self, plan: SchedulerOutput, result: StepResult, over: Collection[str] = ()
+    ) -> list[TokenDelta]:
+        """Append the tokens of the oldest step still out; end and free what has finished. `over`:
+        requests that are complete with these tokens, whatever else they ask."""
+        return self._results.take_in(plan, result, self.clock(), over)
 
     def fail(self, plan: SchedulerOutput, reason: str) -> list[TokenDelta]:
         """End the requests of a step that raised; nothing it should have written is used again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import FinishReason, TokenDelta
@@ -38,8 +38,11 @@ class StepResults:
         self._preemption = preemption
         self._end = end
 
-    def take_in(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[TokenDelta]:
-        """Append the tokens of the oldest step still out; end and free what has finished."""
+    def take_in(
+        self, plan: SchedulerOutput, result: StepResult, now: float, over: Collection[str] = ()
+    ) -> list[TokenDelta]:
+        """Append the tokens of the oldest step still out; end and free what has finished, and the
+        requests that are `over`."""
         step = self._launched.retire(plan, now)
         if plan.scheduled:
             self._costs.observe(plan, self._launched.last_duration_s)
@@ -48,7 +51,7 @@ class StepResults:
         tell, make = deltas.append, tuple.__new__  # half the price of a named tuple's own
         nothing_else = TokenDelta("", [])[2:]
         num_generated = 0
-        tells_more = bool(result.logprobs or result.prompt_logprobs or result.failed)
+        tells_more = bool(result.logprobs or result.prompt_logprobs or result.failed or over)
         for entry, request in zip(plan.scheduled, step.requests, strict=True):
             if request.status is FINISHED:  # ended while the step was out
                 continue
@@ -65,6 +68,8 @@ class StepResults:
                     tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
                     num_generated += len(token_ids)
                     continue  # nearly all of a busy step is this
+                if request_id in over:
+                    reason = FinishReason.STOP
             delta = take_gain(entry, request, result, reason, now)
             if delta is not None:
                 deltas.append(delta)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from serve.api.answering.endpoint import Call
+from serve.api.answering.forms import asked_form
 from serve.api.answering.generation import Job
 from serve.api.answering.logprobs import TokenNames
 from serve.api.answering.unsupported import refuse_unsupported_fields
@@ -69,6 +70,7 @@ class Wishes:
     priority: int
     timeout_s: float | None
     cache_salt: str | None
+    relaxed: tuple[str, ...]  # of the schema's keywords, what is not held to
 
     def job(self, call: Call, prompts: list[list[int]], prompt_field: str = "prompt") -> Job:
         """What to generate for these prompts."""
@@ -82,6 +84,7 @@ class Wishes:
             timeout_s=self.timeout_s,
             client=call.client,
             cache_salt=self.cache_salt,
+            relaxed=self.relaxed,
             prompt_field=prompt_field,
             limit_field=self.limit_field,
         )
@@ -103,10 +106,12 @@ async def wishes(
         raise InvalidRequest(
             f"{limit.field} must be {limit.least} or more, not {limit.value}.", param=limit.field
         )
+    form = await asked_form(body, call.service.config)
     sampling = await _sampling_params(
         body,
         call.engine,
         max_tokens=limit.value,
+        grammar=form.grammar if form is not None else None,
         logprobs=num_top,
         prompt_logprobs=max((each for each in scored if each is not None), default=None),
     )
@@ -121,6 +126,7 @@ async def wishes(
         priority=body.priority or 0,
         timeout_s=body.timeout or call.timeout_s,
         cache_salt=cache_salt(body.cache_salt),
+        relaxed=form.relaxed if form is not None else (),
     )
 
 

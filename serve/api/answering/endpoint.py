@@ -103,9 +103,14 @@ class Endpoint(Generic[B, A]):
     async def answer(self, request: Request, service: Service, body: B) -> Response:
         """Answer a body that was read, in one piece or as a stream. Raises as `answered` does."""
         answer, outputs = await self.begin(request, service, body)
+        response: Response
         if answer.streams:
-            return EventStream(answer.events(outputs), outputs, error_event=answer.error_event)
-        return await unless_gone(request, whole(answer, outputs))
+            response = EventStream(answer.events(outputs), outputs, error_event=answer.error_event)
+        else:
+            response = await unless_gone(request, whole(answer, outputs))
+        if answer.job.relaxed:
+            response.headers["x-serve-relaxed"] = ", ".join(answer.job.relaxed)
+        return response
 
     async def begin(self, request: Request, service: Service, body: B) -> tuple[A, Outputs]:
         """The answer to come, and what it is made of. Raises RequestError and EngineDead."""

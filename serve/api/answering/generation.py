@@ -22,6 +22,7 @@ from serve.engine.outputs import RequestOutput
 from serve.engine.public_ids import answer_ids, choice_label
 from serve.errors import (
     DeadlinePassed,
+    InvalidRequest,
     QueuedTooLong,
     QueueFull,
     ServeError,
@@ -48,6 +49,7 @@ class Job:
     cache_salt: str | None = None
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
+    relaxed: tuple[str, ...] = ()  # keywords of its schema that the answer is not held to
     gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
     limit_field: str = "max_tokens"  # what it calls the most tokens of the answer
@@ -266,6 +268,8 @@ def _raise_failure(output: RequestOutput) -> None:
         raise refusal(why, retry_after_s=retry_after_s)
     if output.finish_reason is FinishReason.TIMEOUT:
         raise DeadlinePassed(why, param="timeout")
+    if output.is_invalid:
+        raise InvalidRequest(why)
     if output.finish_reason is FinishReason.ERROR:
         raise StepFailed(output.error or "The engine failed while working on this request.")
     if output.finish_reason is FinishReason.ABORT:

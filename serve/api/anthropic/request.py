@@ -21,14 +21,17 @@ from serve.api.protocol.chat import (
     Message,
     ToolCall,
 )
+from serve.errors import InvalidRequest
 
-FIELD_NAMES = {"stop": "stop_sequences"}
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+}
 """Fields of the chat path that have another name here."""
 
 # Fields that ask for something this server does not do; ignored, they would change the answer.
 _UNSUPPORTED = {
-    "output_format": "structured output is not supported",
-    "output_config.format": "structured output is not supported",
     "mcp_servers": "this server calls no other servers",
     "container": "this server runs no code",
 }
@@ -45,8 +48,24 @@ def chat_request(body: MessagesRequest) -> ChatCompletionRequest:
         top_p=body.top_p,
         top_k=body.top_k,
         stream=body.stream,
+        response_format=_response_format(body),
         **_template_fields(body),
     )
+
+
+def _response_format(body: MessagesRequest) -> Any:
+    """What is asked of the answer's form, as chat has it. Raises InvalidRequest."""
+    for path in ("output_config.format", "output_format"):
+        wanted = _extra(body, path)
+        if wanted is None:
+            continue
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            raise InvalidRequest(f"{path}.type must be 'json_schema'.", param=f"{path}.type")
+        if not isinstance(wanted.get("schema"), dict):
+            raise MissingField(f"{path}.schema must be an object.", param=f"{path}.schema")
+        form = {"name": "answer", "schema": wanted["schema"], "strict": True}
+        return {"type": "json_schema", "json_schema": form}
+    return None
 
 
 def counted_request(body: CountTokensRequest) -> ChatCompletionRequest:

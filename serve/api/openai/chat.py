@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -46,7 +44,7 @@ def chat_routes(service: Service) -> APIRouter:
 
 async def prepare(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
     """Validate everything, render and tokenize. Raises RequestError."""
-    _refuse_tools_and_formats(body)
+    _refuse_tools(body)
     field = _limit_field(body)
     limit = Limit(field, getattr(body, field), least=1)
     wish = await wishes(body, call, limit, _logprob_wish(body, call))
@@ -74,7 +72,7 @@ def _logprob_wish(body: ChatCompletionRequest, call: Call) -> LogprobWish:
     return LogprobWish(field, (num_top or 0) if body.logprobs else None)
 
 
-def _refuse_tools_and_formats(body: ChatCompletionRequest) -> None:
+def _refuse_tools(body: ChatCompletionRequest) -> None:
     if body.tools and body.tool_choice != "none":
         raise Unsupported(
             "Tool calling is not supported; leave tools out, or set tool_choice to 'none'.",
@@ -84,28 +82,3 @@ def _refuse_tools_and_formats(body: ChatCompletionRequest) -> None:
         raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
     if (body.model_extra or {}).get("echo"):
         raise Unsupported("echo belongs to /v1/completions.", param="echo")
-    if body.response_format is not None:
-        _check_response_format(body.response_format)
-
-
-def _check_response_format(wanted: Any) -> None:
-    if not isinstance(wanted, dict) or "type" not in wanted:
-        raise InvalidRequest(
-            "response_format must be an object with a type, such as {'type': 'text'}.",
-            param="response_format",
-        )
-    if wanted["type"] not in ("text", "json_object", "json_schema"):
-        raise InvalidRequest(
-            "response_format.type must be 'text', 'json_object' or 'json_schema'.",
-            param="response_format.type",
-        )
-    if wanted["type"] == "json_schema" and not isinstance(wanted.get("json_schema"), dict):
-        raise InvalidRequest(
-            "response_format.json_schema must be an object with a name and a schema.",
-            param="response_format.json_schema",
-        )
-    if wanted["type"] != "text":
-        raise Unsupported(
-            "Structured output is not supported; only {'type': 'text'} is.",
-            param="response_format",
-        )

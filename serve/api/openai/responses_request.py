@@ -46,7 +46,15 @@ def chat_request(body: ResponsesRequest, messages: Sequence[Message]) -> ChatCom
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs if wants_logprobs else None,
+        response_format=_response_format((body.text or {}).get("format")),
     )
+
+
+def _response_format(wanted: Any) -> Any:
+    """A format, checked, as chat has it."""
+    if wanted is None or wanted["type"] != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": wanted}
 
 
 def field_names(asked: ChatCompletionRequest, paths: Sequence[str]) -> dict[str, str]:
@@ -55,6 +63,8 @@ def field_names(asked: ChatCompletionRequest, paths: Sequence[str]) -> dict[str,
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+        "response_format.json_schema": "text.format",
     }
     for i, (path, message) in enumerate(zip(paths, asked.messages, strict=True)):
         names[f"messages.{i}"] = path
@@ -85,8 +95,3 @@ def _check_text_format(wanted: Any) -> None:
                     f"{path}.{name} must be {what}; it stands beside {path}.type.",
                     param=f"{path}.{name}",
                 )
-    if wanted["type"] != "text":
-        raise Unsupported(
-            "Structured output is not supported; text.format can only be {'type': 'text'}.",
-            param=path,
-        )

@@ -37,6 +37,9 @@ MAX_METADATA_FIELDS = 64
 MAX_REQUEST_IDS = 1024
 MAX_INCLUDED = 64
 
+MAX_GRAMMAR_CHARS = 2**18  # --max-schema-bytes may say less
+MAX_FORM_CHOICES = 1000
+
 Listed = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first bad item ends the validation: a body may hold a million of them."""
 
@@ -49,6 +52,8 @@ StopStrings = Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)]
 BadWords = Annotated[
     Listed[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)
 ]
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+FormChoices = Annotated[Listed[GrammarText], Field(max_length=MAX_FORM_CHOICES)]
 JsonObject = Annotated[dict[str, Any], Field(max_length=MAX_OBJECT_FIELDS)]
 """An object that reaches a template or nobody; what is within it counts to the body's limits."""
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA_FIELDS)]

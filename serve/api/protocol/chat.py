@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -90,7 +90,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    response_format: Any = None
 
 
 class TopLogprob(ResponseModel):

@@ -12,6 +12,9 @@ from serve.api.protocol.bounds import (
     MAX_CHOICES,
     MAX_STOP_TOKENS,
     BadWords,
+    FormChoices,
+    GrammarText,
+    JsonObject,
     Listed,
     ModelName,
     Name,
@@ -63,6 +66,20 @@ class RepetitionWish(RequestModel):
     min_count: Whole
 
 
+class StructuredOutputs(RequestModel):
+    """vLLM's: exactly one form, and how a JSON document is laid out. A schema may be its text."""
+
+    json_: JsonObject | GrammarText | None = Field(default=None, alias="json")
+    regex: GrammarText | None = None
+    choice: FormChoices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+    structural_tag: JsonObject | GrammarText | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Name | None = None
+    disable_additional_properties: bool | None = None
+
+
 class GenerationRequest(RequestModel):
     """The fields of both endpoints. Names and meaning are OpenAI's, the others vLLM's."""
 
@@ -106,6 +123,17 @@ class GenerationRequest(RequestModel):
     cache_salt: Name | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     user: Name | None = None
+    # the form of the answer; at most one of these
+    response_format: Any = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: FormChoices | None = None
+    guided_grammar: GrammarText | None = None
+    grammar: GrammarText | None = None
+    json_schema: JsonObject | GrammarText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
 
 
 class PromptTokensDetails(ResponseModel):
