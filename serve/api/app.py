@@ -67,7 +67,7 @@ def create_app(
 ) -> FastAPI:
     """The application over a started engine, and over `others` for further models. Starting,
     draining and closing them is the caller's."""
-    app = FastAPI(title="serve-llm", version=__version__)
+    app = FastAPI(title="serve-llm", version=__version__, redirect_slashes=False)
     limits = ClientLimits(metrics.client_refused)
     service = Service((engine, *others), config, metrics, read_limits(config), limits)
     for routes in ROUTES:

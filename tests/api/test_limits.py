@@ -305,6 +305,39 @@ def test_a_sampling_field_that_is_not_had_is_refused_by_its_name(
     assert param in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("seed", 7, None),
+        ("n", 2, 1),
+        ("stop", ["x"], []),
+        ("logit_bias", {"5": 3}, {}),
+        ("min_tokens", 5, 0),
+        ("min_p", 0.1, 0),
+        ("bad_words", ["x"], []),
+        ("frequency_penalty", 0.5, 0.0),
+        ("repetition_penalty", 1.2, 1.0),
+        ("ignore_eos", True, False),
+        ("allowed_token_ids", [1], None),
+        ("guided_json", {"type": "object"}, None),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ],
+)
+def test_a_field_that_only_other_routes_have_is_not_ignored(
+    http: httpx.Client, path: str, field: str, value: Any, neutral: Any
+) -> None:
+    refused = http.post(path, json={**USUAL[path], field: value})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["message"].startswith((field, "output_config.format"))
+    assert http.post(path, json={**USUAL[path], field: neutral}).is_success
+
+
+def test_a_path_with_a_slash_too_many_leads_nowhere_else(http: httpx.Client) -> None:
+    for path in ("/v1/requests", "/v1/models/", "/health/"):
+        assert http.get(path).status_code == 404
+
+
 @pytest.mark.parametrize("path", USUAL)
 def test_fields_that_are_off_or_only_describe_are_accepted(http: httpx.Client, path: str) -> None:
     off = {
