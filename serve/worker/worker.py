@@ -26,7 +26,12 @@ from serve.worker.startup.cache_identity import cache_identity, identity_digest
 from serve.worker.startup.cache_size import GIB, CacheSize, longest_wanted, size_cache, token_budget
 from serve.worker.startup.kv_precision import measured_scales
 from serve.worker.startup.loading import LoadedModel, fitting, load_model, name_of
-from serve.worker.startup.trial_steps import largest_plan, measuring_plan, warming_plans
+from serve.worker.startup.trial_steps import (
+    largest_plan,
+    measuring_plan,
+    open_mask,
+    warming_plans,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +157,7 @@ class Worker:
         runner = self._make_runner(storage, max_model_len=longest)
         with self._kernels.compiling():
             for plan in warming_plans(longest, self._config.cache.block_size):
-                runner.execute(plan).wait()
+                runner.forward(plan).sample(open_mask(plan, self._model.vocab_size)).wait()
 
     def _token_budget(self, max_model_len: int) -> int:
         default = self._device.default_token_budget

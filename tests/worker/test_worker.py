@@ -6,9 +6,10 @@ import gc
 import json
 import logging
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData
 from serve.worker import worker
 from serve.worker.device.cpu_device import CpuDevice
+from serve.worker.executor import TokenMask
 from serve.worker.local_executor import LocalExecutor
+from serve.worker.sampling.sampler import Sampler
 from serve.worker.startup import loading
 from serve.worker.startup.loading import model_impl
 from serve.worker.startup.trial_steps import largest_plan
@@ -158,6 +161,25 @@ def test_the_largest_step_runs_with_a_null_block_alone(
     info = LocalExecutor(settings, model).start()
     assert ran == [None]
     assert info.num_blocks == 100_000 // (2 * 2 * 2 * 16 * 4 * 16) - 1
+
+
+def test_where_kernels_are_compiled_the_mask_is_launched_before_serving(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, sample, masks = worker.load_model, Sampler.sample, list[TokenMask | None]()
+
+    def load_compiled(*arguments: Any) -> Any:
+        loaded = load(*arguments)
+        return replace(loaded, kernels=replace(loaded.kernels, compiling=nullcontext))
+
+    def watched(self: Sampler, *arguments: Any) -> Any:
+        masks.append(arguments[-1])
+        return sample(self, *arguments)
+
+    monkeypatch.setattr(worker, "load_model", load_compiled)
+    monkeypatch.setattr(Sampler, "sample", watched)
+    LocalExecutor(config(), model).start()
+    assert any(mask is not None and (mask.bits == -1).all() for mask in masks)
 
 
 @pytest.mark.parametrize("impl", ["native", "transformers"])

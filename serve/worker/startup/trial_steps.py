@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from serve.kv_cache.block_copy import BlockCopy
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
+from serve.worker.executor import TokenMask
 
 _MEASURED_TOKENS = 256
 
@@ -55,6 +58,15 @@ def warming_plans(max_model_len: int, block_size: int) -> Iterator[SchedulerOutp
         yield SchedulerOutput([share], [row], released, [], [], [BlockCopy(0, 0)], count)
         released = [name]
     yield SchedulerOutput([], [], released, [], [], [], 0)
+
+
+def open_mask(plan: SchedulerOutput, vocab_size: int) -> TokenMask | None:
+    """A mask of all that a step samples which allows everything; None where it samples nothing."""
+    num_samples = sum(entry.num_samples for entry in plan.scheduled)
+    if not num_samples:
+        return None
+    bits = np.full((num_samples, -(-vocab_size // 32)), -1, dtype=np.int32)
+    return TokenMask(np.arange(num_samples, dtype=np.int64), bits)
 
 
 def _split(budget: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
