@@ -77,6 +77,7 @@ def _app() -> App:
     )
     app.command(serve, help_formatter=HELP_PAGE)
     app.command(plan, help_formatter=HELP_PAGE)
+    app.command(collect_env, help_formatter=HELP_PAGE)
     # By name: what these import takes as long as all the rest.
     app.command(
         "serve.simulate.flags:simulate",
@@ -134,6 +135,19 @@ def plan(
 
     engine = EngineConfig(model=model, cache=cache, scheduler=scheduler, device=device)
     return run_plan(engine, options)
+
+
+def collect_env(*, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+    """Tell about this machine what a report of a problem should say, without secrets.
+
+    Parameters
+    ----------
+    as_json
+        Print JSON instead of lines.
+    """
+    from serve.collect_env import run  # late: --help need not wait for torch
+
+    return run(as_json=as_json)
 
 
 def _merge_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
