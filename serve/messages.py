@@ -114,6 +114,7 @@ class EngineReady:
     block_bytes: int = 0  # KV of one block, all layers
     cache_dtype: str = ""  # of keys and values
     num_engines: int = 1  # that serve as one
+    num_drafts: int = 0  # most guessed tokens of a request in a step; 0: none are guessed
     identity: str = ""  # of weights, formats and kernels: equal where the same seed gives the same
 
 

@@ -59,6 +59,7 @@ def core_over(
     """
     worker = executor.start()
     scheduling = config.scheduler
+    speculation = scheduling.speculation()
     try:
         limits = SchedulerLimits.of(
             scheduling,
@@ -92,9 +93,9 @@ def core_over(
         block_bytes=worker.block_bytes,
         cache_dtype=worker.cache_dtype,
         identity=worker.identity,
+        num_drafts=0 if speculation is None else speculation.num_speculative_tokens,
     )
     depth = {"auto": worker.depth, "on": 2, "off": 1}[scheduling.async_scheduling]
-    speculation = scheduling.speculation()
     if speculation is not None:
         depth = 1  # drafts continue known tokens
         logger.info(

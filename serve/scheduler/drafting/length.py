@@ -16,6 +16,8 @@ from serve.scheduler.request import Request
 
 NUM_KEPT = 9
 """Steps of one size whose median is that size's cost; an odd number."""
+NUM_REMEMBERED = 256
+"""Steps after which a size that was not seen again is forgotten, or at most twice as many."""
 FIRST_RATE = 0.6
 """Share of drafts that is taken to be right before any was tried."""
 WEIGHT_OF_NEWEST = 0.15
@@ -29,17 +31,24 @@ LONGEST_MATCH = 8
 
 
 class RowCosts:
-    """Seconds of a step by the number of tokens in it, measured where it was tried."""
+    """Seconds of a step by the number of tokens in it, measured where it was tried of late: a size
+    that once seemed dear, on a machine that was busy then, must be tried again."""
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
         self._median: dict[int, float] = {}
+        self._seen_at: dict[int, int] = {}  # the number of the last step of each size
+        self._num_steps = 0
 
     def observe(self, num_rows: int, duration_s: float) -> None:
         """A step of decodes and drafts, so many tokens in all, took so long."""
         recent = self._recent[num_rows]
         recent.append(duration_s)
         self._median[num_rows] = median(recent)
+        self._num_steps += 1
+        self._seen_at[num_rows] = self._num_steps
+        if self._num_steps % NUM_REMEMBERED == 0:
+            self._forget()
 
     def curve(self, first: int, last: int) -> list[float] | None:
         """Cost of steps of `first` … `last` tokens, never falling; between measured sizes on a
@@ -60,6 +69,11 @@ class RowCosts:
         for i in range(1, len(costs)):
             costs[i] = max(costs[i], costs[i - 1])
         return costs
+
+    def _forget(self) -> None:
+        oldest = self._num_steps - NUM_REMEMBERED
+        for size in [size for size, seen in self._seen_at.items() if seen <= oldest]:
+            del self._recent[size], self._median[size], self._seen_at[size]
 
     def _beyond(self, size: int, wanted: int, known: Mapping[int, float] | None = None) -> float:
         cost = (known or self._median)[size]

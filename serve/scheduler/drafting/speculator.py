@@ -49,9 +49,11 @@ class Speculator:
         num_rows = len(plan.scheduled)
         if not (0 < num_rows <= self._most_requests) or plan.has_prompt or plan.admitted:
             return
-        room = min(plan.tokens_left, num_rows * self._most)
+        # Sampled rows cost memory: no more of them than the start has measured.
+        most_rows = max(plan.limits.max_num_seqs, 1 + self._most)
+        room = min(plan.tokens_left, num_rows * self._most, most_rows - num_rows)
         costs = self._costs.curve(num_rows, num_rows + room)
-        if costs is None or not room:
+        if costs is None or room <= 0:
             return
         proposals = self._propose(plan, num_rows, costs)
         rates = [self._acceptance.rate(p.request, p.draft.num_matched) for p in proposals]
