@@ -43,7 +43,7 @@ def plain(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=[NGRAM], ids=["ngram"])
+@pytest.fixture(scope="module", params=[NGRAM, SUFFIX], ids=["ngram", "suffix"])
 def drafting(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(str(model), max_model_len=512, speculative_config=request.param) as llm:
         yield llm

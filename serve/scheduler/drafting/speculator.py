@@ -9,6 +9,7 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.scheduler.drafting.drafter import Draft, Drafter
 from serve.scheduler.drafting.length import Acceptance, RowCosts, best_lengths
 from serve.scheduler.drafting.ngram import NGramDrafter
+from serve.scheduler.drafting.suffix import SuffixDrafter
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput
 from serve.scheduler.plan_builder import PlanBuilder
 from serve.scheduler.request import Request
@@ -139,6 +140,7 @@ def _may_draft(share: ScheduledRequest, request: Request) -> bool:
 
 MAKERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {
     "ngram": lambda config: NGramDrafter(config.prompt_lookup_min, config.prompt_lookup_max),
+    "suffix": SuffixDrafter,
 }
 
 
