@@ -16,6 +16,10 @@ from serve.scheduler.request import Request
 from serve.scheduler.totals import Totals
 from serve.speculative_config import SpeculativeConfig
 
+ROWS_PER_REST = 8
+"""Where no draft paid, none are sought in as many steps as the step had so many rows: looking for
+them costs little, but for every request, and with many there is seldom anything to gain."""
+
 
 class _Proposal(NamedTuple):
     place: int  # in the plan
@@ -40,6 +44,7 @@ class Speculator:
         self._totals = totals
         self._costs = RowCosts()
         self._acceptance = Acceptance()
+        self._num_resting = 0  # steps in which no drafts are sought
         self._num_matched: dict[Request, int] = {}  # of drafts that are out
         totals.spec_accepted_per_pos = (0,) * self._most
 
@@ -49,6 +54,9 @@ class Speculator:
         """Lengthen the decodes of a plan that has nothing else, by as much as pays."""
         num_rows = len(plan.scheduled)
         if not (0 < num_rows <= self._most_requests) or plan.has_prompt or plan.admitted:
+            return
+        if self._num_resting:
+            self._num_resting -= 1
             return
         # Sampled rows cost memory: no more of them than the start has measured.
         most_rows = max(plan.limits.max_num_seqs, 1 + self._most)
@@ -60,6 +68,8 @@ class Speculator:
         rates = [self._acceptance.rate(p.request, p.draft.num_matched) for p in proposals]
         most = [len(p.draft.token_ids) for p in proposals]
         lengths = best_lengths(rates, most, num_rows, costs)
+        if not any(lengths):
+            self._num_resting = num_rows // ROWS_PER_REST
         for proposal, length in zip(proposals, lengths, strict=True):
             if length:
                 self._place(proposal, length, plan)
