@@ -4,8 +4,8 @@ prompts and on loads that do not.
     python -m benchmarks.speculation [--model DIR] [--method ngram] [--rounds 3]
 
 Every answer is compared token for token. A ratio is the median over rounds of the time without
-drafts over the time with them, neighbouring runs of one process; above 1 drafts are faster. Shown by
-the clock, and by processor time, which a busy machine changes less.
+drafts over the time with them, neighbouring runs of one process; above 1 drafts are faster. By the
+clock, and by processor time, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -204,6 +204,7 @@ def compare(plain: LLM, drafting: LLM, load: Load, temperature: float, rounds: i
         temperature,
         statistics.median(clock for clock, _ in ratios[1:]),
         statistics.median(cpu for _, cpu in ratios[1:]),
+        tokens,
         differing,
         after.total_spec_draft_tokens - before.total_spec_draft_tokens,
         after.total_spec_accepted_tokens - before.total_spec_accepted_tokens,
@@ -250,8 +251,8 @@ def table(rows: Sequence[Figures]) -> str:
     """Markdown."""
     loads = {load.name: load for load in LOADS}
     head = (
-        "| load | temperature | times as fast | by processor time | asked for | drafts accepted | tokens compared | "
-        "of these differ |\n|---|---|---|---|---|---|---|---|\n"
+        "| load | temperature | times as fast | by processor time | asked for | "
+        "drafts accepted | tokens compared | of these differ |\n|---|---|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(as_line(row, loads[row.load]) for row in rows) + "\n"
 
