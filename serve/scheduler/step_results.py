@@ -74,7 +74,7 @@ class StepResults:
                 tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
                 num_generated += len(token_ids)
                 continue  # nearly all of a busy step is this
-            if num_samples and reason is None and request_id in over:
+            if num_samples and request_id in over:
                 reason = FinishReason.STOP
             delta = take_gain(entry, request, result, reason, now)
             if delta is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from serve import LLM, SamplingParams
 from serve.llm import LLMOutput
-from serve.scheduler.drafting.length import RowCosts
+from serve.scheduler.drafting.length import Acceptance, RowCosts
 from tests.e2e.tiny_model import save_tiny_model
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}'
@@ -34,6 +34,7 @@ def every_draft_pays() -> Iterator[None]:
     """Or how much is drafted would depend on how busy this machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowCosts, "curve", lambda self, first, last: [1.0] * (last - first + 1))
+        patch.setattr(Acceptance, "rate", lambda self, request, num_matched: 1.0)
         yield
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import FinishReason
+from serve.sampling_params import Grammar
 from serve.scheduler.drafting import speculator
 from serve.scheduler.invariants import check_scheduler
 from serve.scheduler.output import ScheduledRequest, StepResult
@@ -269,6 +270,20 @@ def test_a_request_that_does_not_want_drafts_gets_none() -> None:
     run = run_with_drafts(one_request(8, 5, 30, speculative=False))
     assert run.scheduler.stats().total_spec_drafts == 0
     assert run_with_drafts(one_request(8, 5, 30)).scheduler.stats().total_spec_drafts > 0
+
+
+def test_a_request_for_a_form_gets_none() -> None:
+    scheduler = make_scheduler()
+    speculate(scheduler)
+    executor = FakeExecutor(64, 4)
+    scheduler.add(add_request("form", 4, 20, grammar=Grammar("start: /a+/")))
+    scheduler.add(add_request("free", 4, 20))
+    drafted = set()
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        drafted |= {entry.request_id for entry in plan.scheduled if entry.num_samples > 1}
+        scheduler.update(plan, executor.forward(plan).sample(None).wait())
+    assert drafted == {"free"}
 
 
 def test_a_draft_takes_no_block_that_a_running_request_may_need() -> None:

@@ -140,11 +140,13 @@ class Speculator:
 
 
 def _may_draft(share: ScheduledRequest, request: Request) -> bool:
-    """Whether its next tokens may be guessed: all before them are known, and it wants that."""
+    """Whether its next tokens may be guessed: all before them are known, it wants that, and no
+    grammar decides what each of them may be."""
     return (
         share.num_samples == 1
         and len(share.token_ids) == share.num_tokens
         and request.sampling.speculative
+        and request.sampling.grammar is None
     )
 
 
