@@ -276,7 +276,7 @@ def test_a_request_for_a_form_gets_none() -> None:
     scheduler = make_scheduler()
     speculate(scheduler)
     executor = FakeExecutor(64, 4)
-    scheduler.add(add_request("form", 4, 20, grammar=Grammar("start: /a+/")))
+    scheduler.add(add_request("form", 4, 20, grammar=Grammar(text="start: /a+/")))
     scheduler.add(add_request("free", 4, 20))
     drafted = set()
     while scheduler.has_work():
