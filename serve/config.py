@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from serve.errors import ConfigError
+from serve.speculative_config import SpeculativeConfig
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgt]|[KMGT](?:iB)?)?", re.ASCII)
 _EXPONENT = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -224,6 +225,9 @@ class SchedulerConfig:
     )
     """Seconds a request may wait for its first step; then it is refused (503). Default: for ever;
     a request's own timeout (field or header) is refused with 504."""
+    speculative_config: str | None = None
+    """Guess tokens and verify several in a step, with the same answers: JSON with vLLM's keys, such
+    as {"method": "ngram"}; docs/speculation.md."""
     trace_file: str | None = None
     """JSONL file to which every step and every ended request is written; `simulate` reads it."""
 
@@ -250,6 +254,16 @@ class SchedulerConfig:
         ):
             limit = getattr(self, name)
             _require(limit is None or limit >= 1, name.replace("_", "-"), limit, "at least 1")
+        if self.speculation() is not None and self.async_scheduling == "on":
+            raise ConfigError(
+                "--speculative-config needs --async-scheduling auto or off: "
+                "what follows a token cannot be guessed before it is known."
+            )
+
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are guessed; None: they are not. Raises ConfigError."""
+        text = self.speculative_config
+        return None if text is None else SpeculativeConfig.read(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from serve.sampling_params import SamplingParams
@@ -113,6 +114,7 @@ class EngineReady:
     block_bytes: int = 0  # KV of one block, all layers
     cache_dtype: str = ""  # of keys and values
     num_engines: int = 1  # that serve as one
+    num_drafts: int = 0  # most guessed tokens of a request in a step; 0: none are guessed
     identity: str = ""  # of weights, formats and kernels: equal where the same seed gives the same
 
 
@@ -181,6 +183,10 @@ class EngineStats:
     total_prefix_cache_hits: int = 0  # tokens found there
     total_preemption_tokens_recomputed: int = 0  # computed tokens that preemption dropped
     total_preemption_blocks_swapped: int = 0  # copied out or in
+    total_spec_drafts: int = 0  # shares of steps that had drafts in them
+    total_spec_draft_tokens: int = 0
+    total_spec_accepted_tokens: int = 0
+    spec_accepted_per_pos: tuple[int, ...] = ()  # since the start, by the draft's number
     step_tokens: list[int] = field(default_factory=list)  # size of each step since the last message
     engine: int = 0  # its number, where several serve as one
 
@@ -191,7 +197,8 @@ class EngineStats:
             for f in fields(self)
             if f.name.startswith("total_")
         }
-        return replace(self, **totals)
+        by_number = zip_longest(self.spec_accepted_per_pos, past.spec_accepted_per_pos, fillvalue=0)
+        return replace(self, **totals, spec_accepted_per_pos=tuple(map(sum, by_number)))
 
 
 @dataclass(frozen=True, slots=True)

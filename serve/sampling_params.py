@@ -82,6 +82,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculative: bool = True  # False: none of its tokens are guessed, where the server does that
     # honoured by the front
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

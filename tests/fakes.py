@@ -80,6 +80,7 @@ class Row:
     block_ids: list[int]
     wants_prompt_logprobs: bool
     num_computed: int | None = None  # set by its first share
+    drafts: list[int] = field(default_factory=list)  # of the step that runs
     failed: bool = False  # its step raised: it is over, but steps launched before that name it
 
 
@@ -251,6 +252,10 @@ class FakeExecutor:
         if row.num_computed is not None:
             assert row.num_computed == start, f"{entry.request_id} jumps to {start}"
         row.num_computed = end
+        if entry.num_samples > 1:
+            row.drafts = entry.token_ids[1 - entry.num_samples :]
+            assert end - len(row.drafts) == len(row.token_ids), f"{entry} guesses what is known"
+            row.token_ids += row.drafts
         assert end <= len(row.token_ids), f"{entry.request_id} runs tokens nobody sampled"
         known = row.token_ids[start:end]
         assert len(entry.token_ids) in (len(known), len(known) - 1), entry
@@ -282,10 +287,25 @@ class FakeExecutor:
                 ]
         if entry.num_samples:
             assert end == len(row.token_ids), f"{entry.request_id} samples before its end"
-            token_id = next_token(value, allowed)
-            row.token_ids.append(token_id)
-            result.token_ids[entry.request_id] = [token_id]
-            result.logprobs[entry.request_id] = [fake_logprob(token_id, end)]
+            self._sample(row, entry, result, allowed)
+
+    def _sample(
+        self, row: Row, entry: ScheduledRequest, result: StepResult, allowed: list[int] | None
+    ) -> None:
+        """Draw after the known tokens, and on as long as the drafts are what is drawn."""
+        drafts, row.drafts = row.drafts, []
+        assert allowed is None or not drafts, f"{entry.request_id} has drafts and a mask"
+        del row.token_ids[len(row.token_ids) - len(drafts) :]
+        drawn: list[int] = []
+        while len(drawn) <= len(drafts) and drawn == drafts[: len(drawn)]:
+            drawn.append(next_token(hash_tokens(row.token_ids), allowed))
+            row.token_ids.append(drawn[-1])
+        row.num_computed = len(row.token_ids) - 1
+        result.token_ids[entry.request_id] = drawn
+        first = len(row.token_ids) - len(drawn)
+        result.logprobs[entry.request_id] = [
+            fake_logprob(token_id, first + i) for i, token_id in enumerate(drawn)
+        ]
 
     def _device_block(self, block_id: int) -> list[Content | None]:
         return self.device.setdefault(block_id, [None] * self.block_size)

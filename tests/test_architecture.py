@@ -22,7 +22,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "serve").rglob("*.py"))
 
-BASE = {"__init__", "config", "errors", "messages", "progress", "sampling_params"}
+BASE = {
+    *("__init__", "config", "errors", "messages", "progress", "sampling_params"),
+    "speculative_config",
+}
 # Which of our parts each part may import, besides itself and the base. `llm` (offline use) and
 # `server` (the process) join the halves; `bench` measures either from outside; `cli` starts them.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -72,6 +75,7 @@ ROOM_MAY_IMPORT: dict[str, set[str]] = {
     "engine.inspect": set(),
     "engine.process": set(),
     "scheduler.policy": set(),
+    "scheduler.drafting": set(),
     "worker.device": set(),
     "worker.sampling": {"worker.device"},
     "worker.startup": {"worker.device"},

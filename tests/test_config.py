@@ -140,3 +140,15 @@ def test_sec_47_idle_openmp_threads_sleep_unless_someone_said_how_they_wait(
 def test_sec_47_the_config_comes_without_torch_which_reads_the_setting_when_loaded() -> None:
     code = "import serve.engine, serve.config, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_speculation_needs_known_tokens() -> None:
+    text = '{"method": "ngram"}'
+    assert SchedulerConfig().speculation() is None
+    found = SchedulerConfig(speculative_config=text).speculation()
+    assert found is not None
+    assert found.method == "ngram"
+    with pytest.raises(ConfigError, match="--async-scheduling"):
+        SchedulerConfig(speculative_config=text, async_scheduling="on")
+    with pytest.raises(ConfigError, match="'k'"):
+        SchedulerConfig(speculative_config='{"method": "ngram", "k": 3}')

@@ -54,8 +54,11 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between events that held tokens (inter-token latencies)."""
-        return [later - earlier for earlier, later in pairwise(self.token_times_s)]
+        """Inter-token latencies: the gaps between events that held tokens, divided by the tokens
+        that an event held, in the mean; drafts and forced tokens bring several at once."""
+        num_later = len(self.token_times_s) - 1
+        share = max(1.0, (self.num_tokens - 1) / num_later) if num_later else 1.0
+        return [(later - earlier) / share for earlier, later in pairwise(self.token_times_s)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,7 +363,9 @@ class AsyncEngine:
                 stream.engine = engine
                 self._observer.first_token(now - stream.arrival_time, engine)
             else:
-                self._observer.inter_token(now - previous_time, engine)
+                num_tokens = len(delta.token_ids)
+                for _ in range(num_tokens):  # a step's tokens share its gap
+                    self._observer.inter_token((now - previous_time) / num_tokens, engine)
         if delta.finish_reason is not None:
             del self._expecting[delta.request_id]
             stream.engine = engine

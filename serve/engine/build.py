@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,8 @@ from serve.messages import EngineReady
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.scheduler import Scheduler
 from serve.worker.executor import BlockArchive, Executor, WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 
 def import_worker() -> None:
@@ -56,6 +59,7 @@ def core_over(
     """
     worker = executor.start()
     scheduling = config.scheduler
+    speculation = scheduling.speculation()
     try:
         limits = SchedulerLimits.of(
             scheduling,
@@ -89,9 +93,17 @@ def core_over(
         block_bytes=worker.block_bytes,
         cache_dtype=worker.cache_dtype,
         identity=worker.identity,
+        num_drafts=0 if speculation is None else speculation.num_speculative_tokens,
     )
     depth = {"auto": worker.depth, "on": 2, "off": 1}[scheduling.async_scheduling]
-    scheduler = Scheduler(kv, limits, clock)
+    if speculation is not None:
+        depth = 1  # drafts continue known tokens
+        logger.info(
+            "speculation: %s, up to %d drafts of a request in a step, one step at a time",
+            speculation.method,
+            speculation.num_speculative_tokens,
+        )
+    scheduler = Scheduler(kv, limits, clock, speculation)
     path = scheduling.trace_file
     trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler.view())
     prefix_file = _prefix_file(config.cache, kv, archive)

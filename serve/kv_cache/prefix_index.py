@@ -21,17 +21,17 @@ class BlockHashes:
     `extras` are what must be equal besides the tokens (a cache salt, an adapter), by name.
     """
 
-    __slots__ = ("_block_size", "_root", "values")
+    __slots__ = ("_block_size", "root", "values")
 
     def __init__(self, block_size: int, **extras: str) -> None:
         self._block_size = block_size
-        self._root = _hash_extras(extras)
+        self.root = _hash_extras(extras)
         self.values: list[bytes] = []
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the full blocks that were added to the sequence, which is given whole."""
         size = self._block_size
-        parent = self.values[-1] if self.values else self._root
+        parent = self.values[-1] if self.values else self.root
         for start in range(len(self.values) * size, len(token_ids) - size + 1, size):
             tokens = array("I", token_ids[start : start + size]).tobytes()
             parent = blake2b(parent + tokens, digest_size=32).digest()

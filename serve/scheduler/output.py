@@ -63,6 +63,7 @@ class SchedulerOutput:
     swap_in: list[BlockCopy]  # host → device
     copy: list[BlockCopy]  # device → device
     num_scheduled_tokens: int
+    num_drafts: int = 0  # among these
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""

@@ -31,6 +31,7 @@ class PlanBuilder:
         "begun",
         "limits",
         "max_share",
+        "num_drafts",
         "num_long_partial",
         "num_partial",
         "number",
@@ -57,6 +58,7 @@ class PlanBuilder:
         self.requests: list[Request] = []  # of `scheduled`, entry by entry
         self.admitted: list[RowData] = []
         self.released = released
+        self.num_drafts = 0
         self.preempted: list[Request] = []
         self.swap_out: list[BlockCopy] = []
         self.swap_in: list[BlockCopy] = []
@@ -135,6 +137,13 @@ class PlanBuilder:
         self.tokens_left -= len(shares)
         return last
 
+    def add_drafts(self, place: int, drafts: list[int], new_block_ids: list[int]) -> None:
+        """Lengthen a share that has been put in by guesses at the tokens after it."""
+        share, request = self.scheduled[place], self.requests[place]
+        self.scheduled[place] = request.draft(share, drafts, new_block_ids)
+        self.num_drafts += len(drafts)
+        self.tokens_left -= len(drafts)
+
     def share_of(self, num_tokens: int) -> int:
         """How many of so many tokens of a request can go into this step."""
         return min(num_tokens, self.max_share, self.tokens_left)
@@ -173,6 +182,7 @@ class PlanBuilder:
             swap_in=self.swap_in,
             copy=[],
             num_scheduled_tokens=self._budget - self.tokens_left,
+            num_drafts=self.num_drafts,
         )
 
 

@@ -174,6 +174,30 @@ class Request:
             self.request_id, start, num_tokens, known, new_block_ids, num_samples
         )
 
+    def draft(
+        self, share: ScheduledRequest, drafts: list[int], new_block_ids: list[int]
+    ) -> ScheduledRequest:
+        """Its share of a step with drafts behind it.
+
+        They count as known and computed until they are verified, and no token after them does: so
+        it lacks none, and no other step is planned for it meanwhile.
+        """
+        self.num_computed_tokens += len(drafts)
+        self.num_tokens = self.num_computed_tokens
+        return share._replace(
+            num_tokens=share.num_tokens + len(drafts),
+            token_ids=share.token_ids + drafts,
+            new_block_ids=share.new_block_ids + new_block_ids,
+            num_samples=1 + len(drafts),
+        )
+
+    def verified(self, num_rejected: int) -> None:
+        """Of its drafts the last so many were wrong; the token in place of the first of them, or
+        after them all, is drawn. What was written for them is overwritten by the next step."""
+        self.num_tokens += 1 - num_rejected
+        if self.status is not RequestStatus.WAITING:  # else nothing of it is computed any more
+            self.num_computed_tokens -= num_rejected
+
     def append(self, sampled: list[int]) -> FinishReason | None:
         """Sampled tokens are known, up to one that ends the request; returns why it ended.
 

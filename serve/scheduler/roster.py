@@ -79,6 +79,15 @@ class Roster:
         queue = self.waiting if status is RequestStatus.WAITING else self.swapped
         queue.push(request)
 
+    def verified(self, request: Request, num_rejected: int) -> None:
+        """A request's drafts are verified; a queued one lies there by its number of tokens."""
+        queue = self._queue_of(request)
+        if queue is not None:
+            queue.remove(request)
+        request.verified(num_rejected)
+        if queue is not None:
+            queue.push(request)
+
     def end(self, request: Request, reason: FinishReason) -> None:
         """A request is over. A running one stays in `running` until `drop_ended`."""
         if request.status is RequestStatus.RUNNING:
@@ -116,9 +125,14 @@ class Roster:
         return released
 
     def _leave(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
+        queue = self._queue_of(request)
+        if queue is None:
             self.running.remove(request)
-        elif request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
         else:
-            self.swapped.remove(request)
+            queue.remove(request)
+
+    def _queue_of(self, request: Request) -> RequestQueue | None:
+        """None for one that runs."""
+        if request.status is RequestStatus.RUNNING:
+            return None
+        return self.waiting if request.status is RequestStatus.WAITING else self.swapped

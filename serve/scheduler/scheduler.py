@@ -14,6 +14,7 @@ from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, EngineStats, FinishReason, TokenDelta
 from serve.scheduler.admission import Admission
 from serve.scheduler.door import BackPressure, Deadlines, DrainRate, check_fits
+from serve.scheduler.drafting.speculator import make_speculator
 from serve.scheduler.limits import SchedulerLimits
 from serve.scheduler.output import SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import LaunchedSteps, PlanBuilder
@@ -29,6 +30,7 @@ from serve.scheduler.step_planner import StepPlanner
 from serve.scheduler.step_results import StepResults
 from serve.scheduler.totals import Totals
 from serve.scheduler.view import SchedulerView
+from serve.speculative_config import SpeculativeConfig
 
 
 class Scheduler:
@@ -43,6 +45,7 @@ class Scheduler:
         kv: KVCacheManager,
         limits: SchedulerLimits,
         clock: Callable[[], float] = time.monotonic,
+        speculation: SpeculativeConfig | None = None,
     ) -> None:
         self.kv = kv
         self.limits = limits
@@ -52,6 +55,9 @@ class Scheduler:
         self.headroom = Headroom(kv.num_blocks)
         self._launched = LaunchedSteps()
         self._totals = Totals()
+        self._speculator = (
+            None if speculation is None else make_speculator(speculation, kv, self._totals)
+        )
         self._order = ServiceOrder(limits)
         self._costs = StepCosts()
         self._set_pace(limits)
@@ -71,7 +77,14 @@ class Scheduler:
         preemption = Preemption(kv, self.roster, victims, self._admission, self._totals)
         self._planner = StepPlanner(self.roster, self._admission, preemption, self.headroom)
         self._results = StepResults(
-            kv, self.roster, self._launched, self._costs, self._totals, preemption, self._end
+            kv,
+            self.roster,
+            self._launched,
+            self._costs,
+            self._totals,
+            preemption,
+            self._end,
+            self._speculator,
         )
 
     # ------------------------------------------------------------------ requests come and go
@@ -145,6 +158,8 @@ class Scheduler:
         released = self.roster.take_released()
         plan = PlanBuilder(self._launched.next_number, self.limits, released, budget)
         self._planner.fill(plan, self._delay, now)
+        if self._speculator is not None:
+            self._speculator.add_drafts(plan)
         self._rate.note_step(
             now, num_admitted=len(plan.admitted), num_queued=self.roster.num_queued
         )
@@ -192,6 +207,8 @@ class Scheduler:
         """Free all of a request's blocks. Callers then `roster.drop_ended`."""
         self.roster.end(request, reason)
         self._order.ended(request)
+        if self._speculator is not None:
+            self._speculator.ended(request)
         self.kv.free(request.request_id)
 
     # ------------------------------------------------------------------ looking in

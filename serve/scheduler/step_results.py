@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import FinishReason, TokenDelta
+from serve.scheduler.drafting.speculator import Speculator
 from serve.scheduler.output import ScheduledRequest, SchedulerOutput, StepResult
 from serve.scheduler.plan_builder import LaunchedSteps
 from serve.scheduler.policy.step_costs import StepCosts
@@ -29,6 +30,7 @@ class StepResults:
         totals: Totals,
         preemption: Preemption,
         end: Callable[[Request, FinishReason], None],
+        speculator: Speculator | None = None,
     ) -> None:
         self._kv = kv
         self._roster = roster
@@ -37,6 +39,7 @@ class StepResults:
         self._totals = totals
         self._preemption = preemption
         self._end = end
+        self._speculator = speculator
 
     def take_in(
         self, plan: SchedulerOutput, result: StepResult, now: float, over: Collection[str] = ()
@@ -45,31 +48,34 @@ class StepResults:
         requests that are `over`."""
         step = self._launched.retire(plan, now)
         if plan.scheduled:
-            self._costs.observe(plan, self._launched.last_duration_s)
+            self._observe(plan)
             self._totals.step_tokens.append(plan.num_scheduled_tokens)
         deltas: list[TokenDelta] = []
         tell, make = deltas.append, tuple.__new__  # half the price of a named tuple's own
         nothing_else = TokenDelta("", [])[2:]
         num_generated = 0
         tells_more = bool(result.logprobs or result.prompt_logprobs or result.failed or over)
-        for entry, request in zip(plan.scheduled, step.requests, strict=True):
+        entries = plan.scheduled
+        if plan.num_drafts:
+            entries = self._without_rejected(entries, step.requests, result)
+        for entry, request in zip(entries, step.requests, strict=True):
             if request.status is FINISHED:  # ended while the step was out
                 continue
             request_id, start, num_tokens, _, _, num_samples = entry
             if start < request.num_prompt_tokens:
                 self._totals.prompt_tokens += request.count_prompt_tokens(start + num_tokens)
-            if start + num_tokens >= request.next_commit:
-                self._commit(entry, request)
             reason = None
             if num_samples:
                 token_ids = result.token_ids[request_id]
                 reason = request.append(token_ids)
-                if reason is None and not (tells_more or request.owes_times):
-                    tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
-                    num_generated += len(token_ids)
-                    continue  # nearly all of a busy step is this
-                if request_id in over:
-                    reason = FinishReason.STOP
+            if start + num_tokens >= request.next_commit:
+                self._commit(entry, request)
+            if num_samples and reason is None and not (tells_more or request.owes_times):
+                tell(make(TokenDelta, (request_id, token_ids, *nothing_else)))
+                num_generated += len(token_ids)
+                continue  # nearly all of a busy step is this
+            if num_samples and request_id in over:
+                reason = FinishReason.STOP
             delta = take_gain(entry, request, result, reason, now)
             if delta is not None:
                 deltas.append(delta)
@@ -101,9 +107,36 @@ class StepResults:
         self._roster.drop_ended()
         return deltas
 
+    def _observe(self, plan: SchedulerOutput) -> None:
+        """What a step cost. One with drafts says nothing of prompts."""
+        if not plan.num_drafts:
+            self._costs.observe(plan, self._launched.last_duration_s)
+        if self._speculator is not None:
+            self._speculator.observe(plan, self._launched.last_duration_s)
+
+    def _without_rejected(
+        self, entries: list[ScheduledRequest], requests: list[Request], result: StepResult
+    ) -> list[ScheduledRequest]:
+        """The shares as they would be if only right drafts had been in them."""
+        assert self._speculator is not None
+        right = []
+        for entry, request in zip(entries, requests, strict=True):
+            if entry.num_samples > 1 and request.status is not FINISHED:
+                num_drafts = entry.num_samples - 1
+                num_accepted = max(0, len(result.token_ids[entry.request_id]) - 1)
+                num_rejected = num_drafts - num_accepted
+                self._roster.verified(request, num_rejected)
+                self._speculator.verified(request, num_drafts, num_accepted)
+                entry = entry._replace(
+                    num_tokens=entry.num_tokens - num_rejected, num_samples=1 + num_accepted
+                )
+            right.append(entry)
+        return right
+
     def _commit(self, entry: ScheduledRequest, request: Request) -> None:
-        """Blocks that this step has filled may be found by others from now on."""
-        computed = entry.start + entry.num_tokens
+        """Blocks that this step has filled may be found by others from now on; with known tokens,
+        which drafts behind one that ended the request are not."""
+        computed = min(entry.start + entry.num_tokens, len(request.token_ids))
         request.committed(computed, self._kv.block_size)
         if self._kv.enable_prefix_caching and request.status is RequestStatus.RUNNING:
             self._kv.commit(request.request_id, request.known_hashes(), computed)
@@ -132,7 +165,8 @@ def take_gain(
     token_ids: list[int] = []
     error = None
     if entry.num_samples:
-        num_appended = len(request.token_ids) - entry.start - entry.num_tokens
+        num_before = entry.start + entry.num_tokens - (entry.num_samples - 1)
+        num_appended = len(request.token_ids) - num_before
         token_ids = result.token_ids[entry.request_id][:num_appended]
         if token_ids:
             request.sampled_at(now)

@@ -22,6 +22,10 @@ class Totals:
     preemptions: dict[PreemptionMode, int] = field(
         default_factory=lambda: dict.fromkeys(PreemptionMode, 0)
     )
+    spec_drafts: int = 0  # shares of steps that had drafts in them
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_per_pos: tuple[int, ...] = ()  # by the draft's number among its share's
     step_tokens: list[int] = field(default_factory=list)  # of steps retired since last taken
 
     def stats(
@@ -47,5 +51,9 @@ class Totals:
             total_prefix_cache_hits=self.prefix_cache_hits,
             total_preemption_tokens_recomputed=self.tokens_to_recompute,
             total_preemption_blocks_swapped=self.blocks_swapped,
+            total_spec_drafts=self.spec_drafts,
+            total_spec_draft_tokens=self.spec_draft_tokens,
+            total_spec_accepted_tokens=self.spec_accepted_tokens,
+            spec_accepted_per_pos=self.spec_accepted_per_pos,
             step_tokens=step_tokens,
         )

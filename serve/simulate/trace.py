@@ -11,10 +11,11 @@ from serve.simulate.workload import read_lines
 
 
 def read_steps(path: Path) -> list[MeasuredStep]:
-    """The steps of a trace that ran anything, in order. Raises ConfigError."""
+    """The steps of a trace that ran anything, in order; without those that had drafts, which no
+    cost here stands for. Raises ConfigError."""
     steps = []
     for number, line in read_lines(path):
-        if line.get("type") != "step":
+        if line.get("type") != "step" or line.get("num_drafts"):
             continue
         try:
             load = StepLoad(**{name: int(line[name]) for name in StepLoad._fields})

@@ -46,6 +46,15 @@ def test_priority_and_salt_reach_the_engine(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PROMPTS)
+def test_a_request_may_do_without_drafts(server: Server, http: httpx.Client, path: str) -> None:
+    for wish, wanted in (({}, True), ({"speculative": False}, False)):
+        assert http.post(path, json={**PROMPTS[path], **wish}).status_code == 200
+        assert last_added(server).sampling.speculative is wanted
+    refused = http.post(path, json={**PROMPTS[path], "speculative": "no"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative")
+
+
+@pytest.mark.parametrize("path", PROMPTS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(
     server: Server, http: httpx.Client, path: str, stream: bool

@@ -58,7 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
             LONGEST // block_size + spare, block_size, 12, depth,
             enable_prefix_caching=caching,
         )  # fmt: skip
-        self.run = build(self.workload)
+        self.run = self.build_run()
         self.run.executor.fail_on = lambda number, plan: self.fails_next and bool(plan.scheduled)
         self.fails_next = False
         self.arrivals: list[Arrival] = []
@@ -68,6 +68,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.preemptions: dict[str, int] = {}
         self.num_steps = 0
         self.num_failures = 0
+
+    def build_run(self) -> Run:
+        return build(self.workload)
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14),

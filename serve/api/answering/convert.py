@@ -29,6 +29,7 @@ _SAME_NAME = (
     "top_p",
     "top_k",
     "min_p",
+    "speculative",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",

@@ -14,6 +14,7 @@ from prometheus_client import (
 from prometheus_client.process_collector import ProcessCollector
 
 from serve.api.figures.registry import Joined, Maker
+from serve.api.figures.speculation import SpeculationFigures
 from serve.engine.observer import FinishedRequest
 from serve.engine.served_model import ServedModel
 from serve.messages import EngineReady, EngineStats, FinishReason
@@ -93,6 +94,7 @@ class EngineFigures:
         make = Maker(prefix, registry, model.names[0], engine)
         lengths = one_two_five(model.max_model_len)
         self._last = EngineStats()
+        self._spec = None if ready.num_drafts == 0 else SpeculationFigures(make, ready.num_drafts)
 
         self._running = make.gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = make.gauge("num_requests_waiting", "Requests waiting for their first step.")
@@ -219,6 +221,8 @@ class EngineFigures:
         self._prefix_hits.inc(stats.total_prefix_cache_hits - last.total_prefix_cache_hits)
         self._prompt_tokens.inc(stats.total_prompt_tokens - last.total_prompt_tokens)
         self._generation_tokens.inc(stats.total_generation_tokens - last.total_generation_tokens)
+        if self._spec is not None:
+            self._spec.stepped(stats, last)
         for num_tokens in stats.step_tokens:
             self._step_tokens.observe(num_tokens)
 

@@ -118,6 +118,7 @@ class GenerationRequest(RequestModel):
     return_metrics: bool | None = None
     return_prompt_text: bool | None = None
     repetition_detection: RepetitionWish | None = None
+    speculative: bool | None = None
     priority: Whole | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     cache_salt: Name | None = None

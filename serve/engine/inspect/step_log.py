@@ -64,6 +64,7 @@ class OpenStep(NamedTuple):
     num_swapped_out: int  # blocks
     num_swapped_in: int
     num_context_tokens: int | None  # KV that decodes read; counted only for a sink
+    num_drafts: int  # among the tokens
 
 
 class StepRecord(NamedTuple):
@@ -72,6 +73,7 @@ class StepRecord(NamedTuple):
     opened: OpenStep
     execute_s: float
     update_s: float
+    num_accepted: int  # drafts that requests gained
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class StepLog:
     def launched(self, plan: SchedulerOutput, began: float) -> OpenStep:
         """The scheduler has made a step, which it began to plan at `began`."""
         num_requests = len(plan.scheduled)
-        is_quiet = plan.num_scheduled_tokens == num_requests and not (
+        is_quiet = plan.num_scheduled_tokens == num_requests + plan.num_drafts and not (
             plan.admitted or plan.released
         )
         self._num_launched += 1
@@ -153,6 +155,7 @@ class StepLog:
             len(plan.swap_out),
             len(plan.swap_in),
             None if self._sink is None else _context_tokens(plan),
+            plan.num_drafts,
         )
         return tuple.__new__(OpenStep, values)  # a third of the price of its own __new__
 
@@ -160,7 +163,8 @@ class StepLog:
         """A step's result was known at `known`, and has been taken in with these deltas."""
         begin = max(step.scheduled, self._last_known)  # it ran after the step before it
         self._last_known = known
-        record = StepRecord(step, known - begin, self._clock() - known)
+        num_accepted = _num_accepted(deltas) if step.num_drafts else 0
+        record = StepRecord(step, known - begin, self._clock() - known, num_accepted)
         self.steps.append(record)
         if self._sink is not None:
             self._sink.step(record)
@@ -171,7 +175,7 @@ class StepLog:
     def _changes(self, plan: SchedulerOutput) -> Changes:
         preempted = [self._preempted(i) for i in plan.released if self._is_queued(i)]
         admitted = [self._admitted(row.request_id) for row in plan.admitted]
-        chunks = [self._chunk(entry) for entry in plan.scheduled if entry.num_tokens > 1]
+        chunks = [self._chunk(entry) for entry in plan.scheduled if is_chunk(entry)]
         return Changes(tuple(chunks), tuple(admitted), tuple(preempted))
 
     def _is_queued(self, request_id: str) -> bool:
@@ -222,5 +226,15 @@ class StepLog:
             self._sink.end(ended, request.block_hashes.values)
 
 
+def is_chunk(entry: ScheduledRequest) -> bool:
+    """Whether a share has more than one token that is no draft."""
+    return entry.num_tokens > max(1, entry.num_samples)
+
+
+def _num_accepted(deltas: Sequence[TokenDelta]) -> int:
+    """In a step with drafts: all that requests gained beyond a token each."""
+    return sum(max(0, len(delta.token_ids) - 1) for delta in deltas)
+
+
 def _context_tokens(plan: SchedulerOutput) -> int:
-    return sum(entry.start + 1 for entry in plan.scheduled if entry.num_tokens == 1)
+    return sum(entry.start + 1 for entry in plan.scheduled if not is_chunk(entry))

@@ -133,6 +133,8 @@ def step_line(record: StepRecord) -> Line:
         "num_recomputed_tokens": recomputed,
         "num_chunk_pairs": sum(_pairs(chunk.start, chunk.num_tokens) for chunk in chunks),
         "num_decodes": step.num_requests - len(chunks),
+        "num_drafts": step.num_drafts,
+        "num_accepted": record.num_accepted,
         "num_context_tokens": step.num_context_tokens,
         "num_block_copies": step.num_swapped_out + step.num_swapped_in,
         "num_running": step.num_running,

@@ -282,3 +282,36 @@ def test_promtool_has_nothing_to_say(http: httpx.Client, server: Server) -> None
     )
 
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
+
+
+def test_drafts_are_counted_with_vllms_names_where_there_are_any(metrics: Metrics) -> None:
+    assert b"spec_decode" not in metrics.render()
+    drafting = Metrics("vllm:")
+    drafting.engine_ready(replace(READY, num_drafts=3), MODEL)
+    assert b'vllm:spec_decode_num_drafts_total{engine="0",model_name="a"} 0.0' in drafting.render()
+    for drafts, per_pos in ((2, (2, 1, 0)), (5, (4, 2, 1))):
+        drafting.stepped(
+            EngineStats(
+                total_spec_drafts=drafts,
+                total_spec_draft_tokens=3 * drafts,
+                total_spec_accepted_tokens=sum(per_pos),
+                spec_accepted_per_pos=per_pos,
+            )
+        )
+    shown = drafting.render().decode()
+    labels = 'engine="0",model_name="a"'
+    for line in (
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 5.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 15.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 7.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 4.0',
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="2"}} 1.0',
+    ):
+        assert line in shown
+
+
+def test_totals_of_drafts_go_on_after_a_restart() -> None:
+    past = EngineStats(total_spec_drafts=3, spec_accepted_per_pos=(2, 1))
+    assert EngineStats().after(past).spec_accepted_per_pos == (2, 1)
+    now = EngineStats(total_spec_drafts=1, spec_accepted_per_pos=(1, 0)).after(past)
+    assert (now.total_spec_drafts, now.spec_accepted_per_pos) == (4, (3, 1))
