@@ -171,8 +171,9 @@ WISHES: tuple[dict, ...] = (
     {"seed": 3, "temperature": 1.2, "top_p": 0.9, "n": 2},
     {"repetition_penalty": 1.3, "logit_bias": {"40": 2.0}, "min_tokens": 5},
     {"seed": 4, "temperature": 1.0, "stop": ["zq", "qz"], "ignore_eos": False},
+    {"seed": 5, "temperature": 1.0, "guided_regex": "([0-9]{1,3}, )*end"},
 )
-"""What a moved stream must not lose: draws, penalties, logprobs, choices, stop strings."""
+"""What a moved stream must not lose: draws, penalties, logprobs, choices, stop strings, forms."""
 
 
 async def whole(http: httpx.AsyncClient, body: dict) -> dict:
@@ -197,10 +198,10 @@ async def whole(http: httpx.AsyncClient, body: dict) -> dict:
 async def test_a_killed_engine_costs_open_streams_a_pause_and_not_one_bit(
     tiny_model: Path,
 ) -> None:
-    """kill -9 under 18 streams; and once more within a minute, which is the end."""
+    """kill -9 under 21 streams; and once more within a minute, which is the end."""
     with serve(tiny_model, "--served-model-name", "tiny") as server:
         server.wait_ready()
-        bodies = [completion(f"Story {i}", 300) | WISHES[i % len(WISHES)] for i in range(18)]
+        bodies = [completion(f"Story {i}", 300) | WISHES[i % len(WISHES)] for i in range(21)]
         draw = completion("Draw", 300, temperature=1.0)  # its seed is drawn by the server
 
         def generated() -> float:
