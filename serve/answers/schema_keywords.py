@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from serve.answers.schema_dates import PATTERNS
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -40,6 +42,7 @@ _TEXTS = _words("$anchor $id $ref $schema format pattern")
 _APPLICATORS = _words(
     "$dynamicRef $recursiveRef $ref allOf anyOf contains dependencies dependentSchemas if not oneOf"
 )
+_BESIDE_REF = _words("$defs $ref $schema definitions")
 _APPLIES_TO = {
     "array": _words("contains unevaluatedItems uniqueItems"),
     "object": _words(
@@ -128,6 +131,9 @@ def in_grammars_words(schema: Mapping[str, Any]) -> dict[str, Any]:
     place, what is not evaluated is what is not named."""
     own = {key: _whole(value) if key in _COUNTS else value for key, value in schema.items()}
     own.pop("x-guidance", None)
+    if own.get("format") in PATTERNS:
+        exact = {"pattern": PATTERNS[own.pop("format")]}
+        own = {**own, "allOf": [*own.get("allOf", ()), exact]} if "pattern" in own else own | exact
     if not _APPLICATORS & own.keys():
         for late, early in (
             ("unevaluatedProperties", "additionalProperties"),
@@ -137,6 +143,13 @@ def in_grammars_words(schema: Mapping[str, Any]) -> dict[str, Any]:
                 own.setdefault(early, own.pop(late))
                 own.pop(late, None)
     return own
+
+
+def overridden(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of draft 7 or before as it is meant: a `$ref` makes all beside it void."""
+    if "$ref" not in schema:
+        return dict(schema)
+    return {key: value for key, value in schema.items() if key in _BESIDE_REF}
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str] | None:

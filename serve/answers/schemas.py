@@ -5,6 +5,7 @@ of it: what is no schema, is too large, or says what no grammar can promise, is 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -15,6 +16,7 @@ from serve.answers.schema_keywords import (
     can_enforce,
     complaint,
     in_grammars_words,
+    overridden,
     says_nothing,
 )
 from serve.errors import InvalidRequest
@@ -22,6 +24,7 @@ from serve.errors import InvalidRequest
 MAX_BYTES = 262_144
 MAX_DEPTH = 64
 MAX_NODES = 20_000
+_OLD_DRAFT = re.compile(r"json-schema\.org/draft-0([0-7])/")
 _MAX_TOLD = 8
 _MAX_POINTER = 200
 
@@ -46,7 +49,7 @@ def check_schema(
     Raises InvalidRequest, with `name` as its field and the place within it as a JSON pointer.
     """
     check_size(schema, name, max_bytes=max_bytes)
-    walk = _Walk(name)
+    walk = _Walk(name, is_old=_is_old(schema, name))
     kept = walk.schema(schema, "")
     walk.check_references(schema)
     if walk.relaxed and strict:
@@ -98,8 +101,9 @@ def header_value(pointers: tuple[str, ...]) -> str:
 class _Walk:
     """One way through a schema, top down."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_old: bool) -> None:
         self._name = name
+        self._is_old = is_old
         self._references: list[tuple[str, str]] = []  # pointer of a $ref, what it refers to
         self._has_ids = False
         self.relaxed: list[str] = []
@@ -110,6 +114,8 @@ class _Walk:
             return node
         if not isinstance(node, dict):
             raise self._fault(pointer, "a schema must be an object or a boolean")
+        if self._is_old:
+            node = overridden(node)
         for key, value in node.items():
             fault = complaint(key, value)
             if fault is not None:
@@ -161,6 +167,19 @@ class _Walk:
     def _fault(self, pointer: str, fault: str) -> InvalidRequest:
         where = _cut(pointer) or "at its root"
         return InvalidRequest(f"{self._name}: {where}: {fault}.", param=self._name)
+
+
+def _is_old(schema: Any, name: str) -> bool:
+    """Whether a schema is of a draft in which a `$ref` overrides what is beside it. Raises
+    InvalidRequest for a draft that had other keywords for the same."""
+    draft = schema.get("$schema") if isinstance(schema, dict) else None
+    found = _OLD_DRAFT.search(draft) if isinstance(draft, str) else None
+    if found is not None and int(found[1]) < 4:
+        raise InvalidRequest(
+            f"{name}: /$schema: draft {int(found[1])} is not supported; draft 4 and later are.",
+            param=name,
+        )
+    return found is not None
 
 
 def _with_one_of(kept: dict[str, Any], one_of: dict[str, Any]) -> dict[str, Any]:

@@ -230,6 +230,36 @@ def test_unevaluated_is_additional_where_nothing_is_applied_in_place() -> None:
     assert fault(schema).startswith("/unevaluatedItems/not cannot be enforced")
 
 
+def test_a_reference_of_draft_7_overrides_what_is_beside_it() -> None:
+    beside = {"items": {"$ref": "#/definitions/a", "not": {}}, "definitions": {"a": {}}}
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", **beside}
+    kept = check_schema(old, FIELD, strict=True).schema
+    assert kept == {**old, "items": {"$ref": "#/definitions/a"}}
+    assert "/items/not cannot be enforced" in fault(beside)
+    third = {"$schema": "http://json-schema.org/draft-03/schema#", "disallow": "string"}
+    assert "/$schema: draft 3 is not supported" in fault(third, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29"]),
+        (
+            "date",
+            ["2021-04-30"],
+            ["2021-04-31", "2021-13-01", "2021-00-10", "2021-1-1"],
+        ),
+        ("time", ["23:59:59Z", "00:00:00.5+01:00"], ["24:00:00Z", "12:00:60Z", "12:00:00"]),
+        ("date-time", ["2024-02-29T12:30:00Z"], ["2023-02-29T12:30:00Z", "2024-02-29 12:30:00Z"]),
+    ],
+)
+def test_dates_and_times_are_held_to_the_day(form: str, good: list[str], bad: list[str]) -> None:
+    for schema in ({"format": form}, {"type": "string", "format": form, "pattern": "[02]"}):
+        grammar = matcher(check_schema(schema, FIELD, strict=True).schema)
+        assert [text for text in good if not admits(grammar, text)] == []
+        assert [text for text in bad if admits(grammar, text)] == []
+
+
 def test_one_of_branches_that_are_relaxed_any_will_do() -> None:
     relaxed = {"oneOf": [{"not": {"type": "null"}}, {"type": "string"}], "anyOf": [True]}
     kept, places = check_schema(relaxed, FIELD, strict=False)
