@@ -6,14 +6,10 @@ import hashlib
 import re
 from collections import OrderedDict
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from serve.errors import InvalidRequest
-
-MAX_DEPTH = 64
-MAX_NODES = 20_000
 _MAX_VERDICTS = 1000
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", re.MULTILINE)
 _QUOTE = re.compile(r"^\s*(\d+ \||\^)")
@@ -53,26 +49,6 @@ def keywords_of(warnings: tuple[str, ...]) -> list[str]:
     lists = [found for warning in warnings for found in _UNKNOWN.findall(warning)]
     words = [word.strip('" ') for found in lists for word in found.split(",")]
     return list(dict.fromkeys(words or warnings))
-
-
-def check_size(schema: Any, field: str) -> None:
-    """Raises InvalidRequest for a schema that is nested too deep or has too many parts, before
-    anything is made of it."""
-    num_nodes, level = 0, [schema]
-    for _ in range(MAX_DEPTH + 1):
-        num_nodes += len(level)
-        if num_nodes > MAX_NODES:
-            raise InvalidRequest(f"{field} has more than {MAX_NODES} parts.", param=field)
-        level = [child for node in level for child in _children(node)]
-        if not level:
-            return
-    raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} levels.", param=field)
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []
 
 
 def _judge(grammar: str) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from serve.answers.check import MAX_DEPTH, MAX_NODES, Verdicts, check_size, keywords_of
+from serve.answers.check import Verdicts, keywords_of
 from serve.answers.forms import (
     JsonStyle,
     choice_form,
@@ -117,21 +117,6 @@ def test_a_broken_grammar_is_refused(text: str) -> None:
 def test_choices_are_few_and_not_empty(choices: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="choices"):
         choice_form(choices)
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-def test_a_monstrous_schema_is_refused_before_anything_is_made_of_it() -> None:
-    check_size(nested(MAX_DEPTH - 2), "schema")
-    with pytest.raises(InvalidRequest, match="nested deeper"):
-        check_size(nested(MAX_DEPTH + 1), "schema")
-    with pytest.raises(InvalidRequest, match="more than 20000 parts"):
-        check_size({"enum": list(range(MAX_NODES))}, "schema")
 
 
 def test_a_verdict_is_kept() -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.answers.schemas import header_value
 from serve.api.answering.body import read_body
 from serve.api.answering.choices import Choice, collect
 from serve.api.answering.chunks import Envelope, new_envelope
@@ -109,7 +110,7 @@ class Endpoint(Generic[B, A]):
         else:
             response = await unless_gone(request, whole(answer, outputs))
         if answer.job.relaxed:
-            response.headers["x-serve-relaxed"] = ", ".join(answer.job.relaxed)
+            response.headers["x-serve-relaxed"] = header_value(answer.job.relaxed)
         return response
 
     async def begin(self, request: Request, service: Service, body: B) -> tuple[A, Outputs]:

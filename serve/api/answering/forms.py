@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from serve.answers.check import Verdicts, check_size, keywords_of
+from serve.answers.check import Verdicts, keywords_of
 from serve.answers.forms import (
     JsonStyle,
     choice_form,
@@ -18,6 +18,7 @@ from serve.answers.forms import (
     object_form,
     regex_form,
 )
+from serve.answers.schemas import check_schema, header_value, places_of
 from serve.api.errors import Unsupported
 from serve.api.protocol.common import GenerationRequest, StructuredOutputs
 from serve.config import ServerConfig
@@ -50,7 +51,7 @@ class _Wish(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The grammar of an answer, and the keywords of its schema that it is not held to."""
+    """The grammar of an answer, and the places of its schema that it is not held to."""
 
     grammar: Grammar
     relaxed: tuple[str, ...] = ()
@@ -66,31 +67,47 @@ async def asked_form(body: GenerationRequest, config: ServerConfig) -> Form | No
         names = " and ".join(wish.field for wish in found[:2])
         raise InvalidRequest(f"{names} exclude each other; leave one out.", param=found[1].field)
     (wish,) = found
-    _check_bytes(wish, config.max_schema_bytes)
     # A large one takes up to a second, which nobody else shall wait for.
-    return await asyncio.to_thread(_form, wish, config.strict_schemas)
+    return await asyncio.to_thread(_form, wish, config)
 
 
-def _form(wish: _Wish, always_strict: bool) -> Form:
+def _form(wish: _Wish, config: ServerConfig) -> Form:
+    relaxed: tuple[str, ...] = ()
+    strict = wish.strict or config.strict_schemas
     if wish.kind == "json":
-        check_size(wish.value, wish.field)
+        limit = config.max_schema_bytes
+        schema, relaxed = check_schema(wish.value, wish.field, strict=strict, max_bytes=limit)
+        wish = wish._replace(value=schema)
+    else:
+        _check_bytes(wish, config.max_schema_bytes)
     try:
         text = _text(wish, lenient=False)
     except InvalidRequest as error:
         raise InvalidRequest(f"{wish.field}: {error}", param=wish.field) from error
     fault = _verdicts.of(text).error
     if fault is None:
-        return Form(Grammar(text=text))
-    if wish.kind == "json" and not (wish.strict or always_strict):
+        return _told(wish, text, relaxed)
+    if wish.kind == "json" and not strict:
         lenient = _text(wish, lenient=True)
         verdict = _verdicts.of(lenient)
         if verdict.error is None:
-            relaxed = tuple(keywords_of(verdict.warnings))
-            logger.debug("%s is not held to %s", wish.field, ", ".join(relaxed))
-            return Form(Grammar(text=lenient), relaxed)
+            return _told(wish, lenient, (*relaxed, *_places(wish.value, verdict.warnings)))
         fault = verdict.error
     hint = " Leave it out, or set strict to false." if fault.startswith("Unimplemented") else ""
     raise InvalidRequest(f"{wish.field} cannot be enforced: {fault}.{hint}", param=wish.field)
+
+
+def _places(schema: Any, warnings: tuple[str, ...]) -> list[str]:
+    """Where a schema says what only the making of its grammar found not to hold."""
+    if any(warning.startswith("oneOf") for warning in warnings):
+        return places_of(schema, "oneOf")
+    return keywords_of(warnings)
+
+
+def _told(wish: _Wish, grammar: str, relaxed: tuple[str, ...]) -> Form:
+    if relaxed:
+        logger.debug("%s is not held to %s", wish.field, header_value(relaxed))
+    return Form(Grammar(text=grammar), relaxed)
 
 
 def _text(wish: _Wish, *, lenient: bool) -> str:
