@@ -19,7 +19,7 @@ from serve.api.clients.limits_file import read_limits
 from serve.api.clients.origins import HostGuard, OriginGuard, allowed_hosts
 from serve.api.errors import install_error_handlers
 from serve.api.figures.metrics import Metrics
-from serve.api.head import HeadAsGet
+from serve.api.middleware import Innermost, RequestIds
 from serve.api.openai.chat import chat_routes
 from serve.api.openai.completions import completion_routes
 from serve.api.openai.responses import responses_routes
@@ -32,7 +32,6 @@ from serve.api.protocol.prefix_cache import PinRequest
 from serve.api.protocol.responses import ResponsesRequest
 from serve.api.protocol.scheduler import SchedulerSettings
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from serve.api.request_id import RequestIds
 from serve.api.service import Service
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
@@ -80,7 +79,7 @@ def create_app(
 
 def _surround(app: FastAPI, config: ServerConfig) -> None:
     """Middleware, innermost first: a preflight meets CORS before it meets the guards."""
-    app.add_middleware(HeadAsGet)
+    app.add_middleware(Innermost)
     if config.api_key or config.admin_api_key:
         open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
         keys, admin_keys = KnownKeys(config.api_key), KnownKeys(config.admin_api_key)

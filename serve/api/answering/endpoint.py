@@ -19,9 +19,9 @@ from serve.api.answering.generation import Job, Outputs, Tally
 from serve.api.answering.scores import Scores
 from serve.api.answering.streaming import EventStream, unless_gone
 from serve.api.clients.client import Client
+from serve.api.middleware import request_id_of
 from serve.api.protocol.common import GenerationRequest, RequestModel
 from serve.api.protocol.control import RenderedRequest
-from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.request_limits import resolve_sampling
