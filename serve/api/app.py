@@ -15,7 +15,7 @@ from serve.api.anthropic.errors import AnthropicErrors
 from serve.api.anthropic.messages import anthropic_routes
 from serve.api.clients.auth import OPEN_PATHS, ApiKeyGuard, KnownKeys
 from serve.api.clients.client_limits import ClientLimits
-from serve.api.clients.limits_file import read_limits
+from serve.api.clients.limits_file import known_clients
 from serve.api.clients.origins import HostGuard, OriginGuard, allowed_hosts
 from serve.api.errors import install_error_handlers
 from serve.api.figures.metrics import Metrics
@@ -68,7 +68,7 @@ def create_app(
     draining and closing them is the caller's."""
     app = FastAPI(title="serve-llm", version=__version__, redirect_slashes=False)
     limits = ClientLimits(metrics.client_refused)
-    service = Service((engine, *others), config, metrics, read_limits(config), limits)
+    service = Service((engine, *others), config, metrics, known_clients(config), limits)
     for routes in ROUTES:
         app.include_router(routes(service))
     describe_bodies(app, BODIES)

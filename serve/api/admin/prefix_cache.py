@@ -52,7 +52,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
             prompts=[token_ids[: max(1, len(token_ids) // block_size) * block_size]],
             sampling=SamplingParams(max_tokens=0, temperature=0.0),
             cache_salt=salt,
-            client=service.client_of(request, body.user),
+            client=service.clients.of(request.headers, body.user),
             prompt_field=_given(body)[0],
         )
         outputs = Outputs(service, engine, job)  # refuses what cannot be computed

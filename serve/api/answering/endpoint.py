@@ -119,7 +119,7 @@ class Endpoint(Generic[B, A]):
         kind = self.chunk_kind if caller.streams else self.kind
         envelope = new_envelope(engine, caller.model, kind, caller.answer_id)
         timeout_s = timeout_header(request)
-        client = service.client_of(request, caller.user)
+        client = service.clients.of(request.headers, caller.user)
         answer = await self.prepare(body, Call(service, engine, envelope, client, timeout_s))
         with fields_named(answer.field_names):
             return answer, Outputs(service, engine, answer.job)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.api.clients import client_limits
-from serve.api.clients.client import Client
+from serve.api.clients.client import Client, ClientEntry
 from serve.api.clients.client_limits import MAX_STRANGERS, SWEEP_INTERVAL_S, ClientLimits
-from serve.api.clients.limits_file import ClientEntry, LimitsFile, read_limits
+from serve.api.clients.limits_file import LimitsFile, read_limits
 from serve.config import ServerConfig
 from serve.errors import ConfigError, InvalidRequest, RateLimited
 from tests.api.answering.test_streaming import wait_until
