@@ -115,9 +115,8 @@ class ModelRunner:
         raise error
 
     def _forward(self, plan: SchedulerOutput) -> StepLaunch:
-        self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
-        self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
-        self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
+        if plan.swap_out or plan.swap_in or plan.copy:
+            self._copy_blocks(plan)
         for request in plan.admitted:
             self._rows.admit(request)
         scheduled = [e for e in plan.scheduled if not self._rows.is_lost(e.request_id)]
@@ -133,6 +132,11 @@ class ModelRunner:
         if step.sample is None:
             return StepLaunch(self, plan, [])
         return StepLaunch(self, plan, [], step.sample, logits)
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
+        self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
+        self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
 
     def _lose(self, plan: SchedulerOutput) -> None:
         self._rows.lose(entry.request_id for entry in plan.scheduled)

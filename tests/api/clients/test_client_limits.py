@@ -303,7 +303,7 @@ def test_a_client_at_its_limit_is_told_which_and_when_to_come_back(
 
 
 def _streams(server: Server) -> list[object]:
-    return list(server.engine._expecting.values())
+    return list(server.engine._streams._owed.values())
 
 
 def test_used_up_tokens_are_a_429_in_the_words_of_the_api(tmp_path: Path) -> None:
