@@ -67,7 +67,7 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.dead_reason: str | None = None
-        self.is_restarting = False
+        self.is_restarting = self.is_leaving = self._draining = False
         self._client = client
         self._seeds = Random(seed)
         self._observer = observer
@@ -78,8 +78,6 @@ class AsyncEngine:
         self._calls = ControlCalls(client)
         self._vigil = Vigil(patience, client.seen_at)
         self._dead = asyncio.Event()
-        self._draining = False
-        self.is_leaving = False
         self._pump_task: asyncio.Task[None] | None = None
         self._restoring: list[asyncio.Task[None]] = []
 
