@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from serve.errors import OutOfMemory
-from serve.kernels.base import ForwardContext, Kernels, LogprobTensors, SamplingKernels
+from serve.kernels.base import ForwardContext, Kernels
+from serve.kernels.sampling import LogprobTensors, SamplingKernels
 from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.models.base import CausalModel
 from serve.scheduler.output import SchedulerOutput
@@ -217,7 +218,7 @@ def make_runner(
     Records the model for steps of these batch sizes, on a device that can record.
     """
     uploads = device.uploads(_upload_bytes(rows))
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, uploads, sampling)
+    editor = LogitEditor(rows.columns, rows.counts, rows.recent_tokens, uploads, sampling)
     sampler = Sampler(rows.columns, editor, device, uploads, logprobs_mode, sampling)
     builder = InputBuilder(rows, block_size, uploads)
     recorder = device.graph_recorder() if graph_sizes else None
