@@ -49,7 +49,7 @@ def test_a_reused_slot_remembers_nothing_of_its_last_owner() -> None:
     assert last.of(rows(7)).tolist() == [[-1, -1, 0]]
 
 
-def test_last_tokens_slide_and_may_become_wider() -> None:
+def test_recent_tokens_slide_and_may_become_wider() -> None:
     last = RecentTokens(cpu())
     last.admit(1, [5, 6, 7], 2)
     assert last.of(rows(1)).tolist() == [[6, 7]]
