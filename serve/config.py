@@ -440,10 +440,9 @@ class ServerConfig:
             return float(min(self.timeout_keep_alive, MAX_RECEIVE_TIMEOUT_S))
         return self.timeout_receive
 
-    def weight_of(self, client: str) -> float:
-        """The share of an API key or user."""
-        weights = {pair.rpartition("=")[0]: _weight(pair) for pair in self.client_weight}
-        return weights.get(client) or 1.0
+    def client_weights(self) -> dict[str, float]:
+        """The shares of API keys and users that have one of their own."""
+        return {pair.rpartition("=")[0]: _weight(pair) or 1.0 for pair in self.client_weight}
 
 
 def _weight(pair: str) -> float | None:

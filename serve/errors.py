@@ -1,4 +1,4 @@
-"""Every exception this project raises on purpose.
+"""What goes wrong on purpose, as all rooms know it; what HTTP alone refuses is in `api/errors.py`.
 
 ServeError
  ├─ ConfigError           start-up: a flag, a model folder, the machine. One line, exit code 1.

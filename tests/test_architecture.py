@@ -334,6 +334,27 @@ def test_a_change_from_outside_is_seen(line: str) -> None:
     assert changes_from_outside(ast.parse("self.num_tokens = request.num_tokens"), fields) == []
 
 
+# Files of more than 300 lines, and why each is one idea all the same.
+LONG_FILES = {
+    "config": "every setting with its help text, in one place: cut in two, one would look in both",
+    "scheduler.request": "a request and every change to it: it is changed in no other file",
+    "kernels.triton.sampling": "kernels that share their loops over the vocabulary",
+}
+
+
+def test_a_file_is_one_idea_and_a_function_a_short_one() -> None:
+    lines = {name_of(path): path.read_text(encoding="utf-8").count("\n") for path in SOURCES}
+    assert {name for name, count in lines.items() if count > 300} == set(LONG_FILES)
+    lengths = sorted(
+        node.end_lineno - node.body[0].lineno + 1
+        for tree in MODULES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    )
+    assert lengths[len(lengths) // 2] <= 8
+    assert lengths[len(lengths) * 9 // 10] <= 25
+
+
 def test_torch_stays_out_of_the_scheduler_and_the_logical_cache() -> None:
     pure = {n: t for n, t in MODULES.items() if part_of(n) in {"scheduler", "kv_cache"}}
     del pure["kv_cache.storage"]

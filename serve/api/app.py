@@ -15,11 +15,11 @@ from serve.api.anthropic.errors import AnthropicErrors
 from serve.api.anthropic.messages import anthropic_routes
 from serve.api.clients.auth import OPEN_PATHS, ApiKeyGuard, KnownKeys
 from serve.api.clients.client_limits import ClientLimits
-from serve.api.clients.limits_file import read_limits
+from serve.api.clients.limits_file import known_clients
 from serve.api.clients.origins import HostGuard, OriginGuard, allowed_hosts
 from serve.api.errors import install_error_handlers
 from serve.api.figures.metrics import Metrics
-from serve.api.head import HeadAsGet
+from serve.api.middleware import Innermost, RequestIds
 from serve.api.openai.chat import chat_routes
 from serve.api.openai.completions import completion_routes
 from serve.api.openai.responses import responses_routes
@@ -32,7 +32,6 @@ from serve.api.protocol.prefix_cache import PinRequest
 from serve.api.protocol.responses import ResponsesRequest
 from serve.api.protocol.scheduler import SchedulerSettings
 from serve.api.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from serve.api.request_id import RequestIds
 from serve.api.service import Service
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
@@ -69,7 +68,7 @@ def create_app(
     draining and closing them is the caller's."""
     app = FastAPI(title="serve-llm", version=__version__, redirect_slashes=False)
     limits = ClientLimits(metrics.client_refused)
-    service = Service((engine, *others), config, metrics, read_limits(config), limits)
+    service = Service((engine, *others), config, metrics, known_clients(config), limits)
     for routes in ROUTES:
         app.include_router(routes(service))
     describe_bodies(app, BODIES)
@@ -80,7 +79,7 @@ def create_app(
 
 def _surround(app: FastAPI, config: ServerConfig) -> None:
     """Middleware, innermost first: a preflight meets CORS before it meets the guards."""
-    app.add_middleware(HeadAsGet)
+    app.add_middleware(Innermost)
     if config.api_key or config.admin_api_key:
         open_paths = OPEN_PATHS | {"/metrics"} if config.public_metrics else OPEN_PATHS
         keys, admin_keys = KnownKeys(config.api_key), KnownKeys(config.admin_api_key)

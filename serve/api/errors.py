@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.api.protocol.common import ErrorBody, ErrorInfo
 from serve.errors import (
@@ -247,31 +246,6 @@ def _is_union_member(part: int | str) -> bool:
     )
 
 
-class LastResort:
-    """ASGI middleware within all others, so that the answer to an unforeseen error has the headers
-    that every answer has (Starlette's own handler stands outside)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 500 if the application raises before it has begun to answer."""
-        begun = False
-
-        def watch(message: Message) -> Awaitable[None]:
-            nonlocal begun
-            begun = True
-            return send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception as error:
-            if begun or scope["type"] != "http":
-                raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            await error_response(error)(scope, receive, send)
-
-
 def install_error_handlers(app: FastAPI) -> None:
     """Every exception of a route becomes the body above; Starlette's own 404 and 405 as well."""
 
@@ -297,4 +271,3 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_parameters)
     app.add_exception_handler(EngineError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(LastResort)

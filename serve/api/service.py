@@ -6,11 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from starlette.requests import Request
-
-from serve.api.clients.client import Client, client_of
+from serve.api.clients.client import Clients
 from serve.api.clients.client_limits import ClientLimits
-from serve.api.clients.limits_file import LimitsFile
 from serve.api.figures.metrics import Metrics
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
@@ -47,14 +44,10 @@ class Service:
     engines: tuple[AsyncEngine, ...]
     config: ServerConfig
     metrics: Metrics
-    limits_file: LimitsFile
+    clients: Clients
     limits: ClientLimits
     created: int = field(default_factory=lambda: int(time.time()))
     open_requests: OpenRequests = field(default_factory=OpenRequests)
-
-    def client_of(self, request: Request, user: str | None) -> Client:
-        """Whose request it is."""
-        return client_of(request, user, self.config, self.limits_file)
 
     @property
     def engine(self) -> AsyncEngine:

@@ -1,9 +1,8 @@
 """The front half of the engine: requests in, streams of text out.
 
 One task, the pump, receives the engine's step outputs and feeds every stream; each stream has one
-reader. A reader that goes away, for whatever reason, ends in an abort, unless the engine is done
-with the request already. When the engine dies and another one may follow it, every open stream
-moves there and goes on with the token that it would have had.
+reader. When the engine dies and another one may follow it, every open stream moves there and goes
+on with the token that it would have had.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from typing import Any
 from serve.engine.client import EngineClient
 from serve.engine.control_calls import Answer, ControlCalls, value_of
 from serve.engine.observer import EngineObserver
+from serve.engine.open_streams import OpenStreams
 from serve.engine.outputs import RequestOutput
 from serve.engine.request_limits import Prepared, check_priority, resolve_sampling, with_seed
 from serve.engine.request_stream import RequestStream
-from serve.engine.served_model import ServedModel
+from serve.engine.served_model import ServedModel, served_model
 from serve.engine.vigil import Patience, Vigil
-from serve.errors import EngineDead, RequestAborted, ServeError, ShuttingDown
+from serve.errors import EngineDead, ServeError, ShuttingDown
 from serve.messages import (
-    AbortRequests,
     AddRequest,
     ControlResult,
     EngineDied,
     EngineLost,
     EngineReady,
-    FinishReason,
     StepOutputs,
-    TokenDelta,
 )
 from serve.sampling_params import SamplingParams
 from serve.text.detokenizer import Detokenizer, text_plan
@@ -43,9 +40,6 @@ from serve.text.generation_config import GenerationConfig
 from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-EXPIRE_EVERY_S = 0.1
-"""How often, while there is no engine, requests are looked at that may wait only so long."""
 
 
 class AsyncEngine:
@@ -73,22 +67,17 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.dead_reason: str | None = None
-        self.is_restarting = False
+        self.is_restarting = self.is_leaving = self._draining = False
         self._client = client
         self._seeds = Random(seed)
         self._observer = observer
         self._names = names
         self._generation = generation
         self._ids = itertools.count()
-        self._expecting: dict[str, RequestStream] = {}  # the engine still owes these deltas
+        self._streams = OpenStreams(client, observer, self._before_asking)
         self._calls = ControlCalls(client)
         self._vigil = Vigil(patience, client.seen_at)
-        self._num_readers = 0
-        self._no_readers = asyncio.Event()
-        self._no_readers.set()
         self._dead = asyncio.Event()
-        self._draining = False
-        self.is_leaving = False
         self._pump_task: asyncio.Task[None] | None = None
         self._restoring: list[asyncio.Task[None]] = []
 
@@ -96,16 +85,8 @@ class AsyncEngine:
         """Start the engine. Raises ConfigError or EngineDead."""
         self.ready = await self._client.start()
         self.tokenizer.max_model_len = self.ready.max_model_len
-        end_ids = set(self._generation.eos_token_ids)
-        if self.tokenizer.eos_token_id is not None:
-            end_ids.add(self.tokenizer.eos_token_id)
-        self.model = ServedModel(
-            names=self._names,
-            max_model_len=self.ready.max_model_len,
-            vocab_size=self.ready.vocab_size,
-            eos_token_ids=frozenset(i for i in end_ids if i < self.ready.vocab_size),
-            generation_defaults=dict(self._generation.sampling_defaults),
-        )
+        end_id = self.tokenizer.eos_token_id
+        self.model = served_model(self._names, self.ready, self._generation, end_id)
         self._observer.engine_ready(self.ready, self.model)
         self._pump_task = asyncio.create_task(self._pump(), name="engine-pump")
 
@@ -124,13 +105,10 @@ class AsyncEngine:
         """
         self._check_open()
         resolved = resolve_sampling(prompt_token_ids, sampling, self.model, self.ready)
+        end_ids = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         context = prompt_token_ids if continues_prompt else []
-        return Prepared(
-            prompt_token_ids,
-            resolved,
-            frozenset() if sampling.ignore_eos else self.model.eos_token_ids,
-            text_plan(self.tokenizer.tokens, resolved, context),
-        )
+        plan = text_plan(self.tokenizer.tokens, resolved, context)
+        return Prepared(prompt_token_ids, resolved, end_ids, plan)
 
     def generate(
         self,
@@ -176,14 +154,11 @@ class AsyncEngine:
             label=request_id,
         )
         stream = RequestStream(request, Detokenizer(prepared.text), prepared.end_of_text_ids)
-        return self._read(request, stream)
+        return self._streams.read(request, stream)
 
     def abort(self, labels: Collection[str]) -> None:
         """End requests by their labels; their readers get RequestAborted."""
-        named = [(i, stream) for i, stream in self._expecting.items() if stream.label in labels]
-        for engine_id, stream in named:
-            self._abort(engine_id, FinishReason.ABORT, time.monotonic())
-            stream.fail(RequestAborted("This request was aborted by its id."))
+        self._streams.abort(labels)
 
     async def control(self, name: str, /, **args: Any) -> Any:
         """Ask the engine to show or change something (see `controls`); its answer.
@@ -220,13 +195,10 @@ class AsyncEngine:
         for `timeout_s`."""
         self._draining = self.is_leaving = True
         try:
-            await asyncio.wait_for(self._until_all_read(), timeout_s)
+            await asyncio.wait_for(self._streams.until_all_read(), timeout_s)
         except TimeoutError:
-            logger.warning("%d requests did not finish within %g s", self._num_readers, timeout_s)
-
-    async def _until_all_read(self) -> None:
-        while self._num_readers:  # the end of one may be what another waited for to begin
-            await self._no_readers.wait()
+            num_left = self._streams.num_readers
+            logger.warning("%d requests did not finish within %g s", num_left, timeout_s)
 
     async def close(self) -> None:
         """Stop the engine. Requests that still run get ShuttingDown."""
@@ -240,28 +212,10 @@ class AsyncEngine:
         await self._client.close()
         self.tokenizer.close()
 
-    async def _read(
-        self, request: AddRequest, stream: RequestStream
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def _before_asking(self) -> None:
         self._check_alive()
-        if not self._expecting:
+        if not self._streams:
             self._vigil.begins_to_owe()
-        self._expecting[request.request_id] = stream
-        self._num_readers += 1
-        self._no_readers.clear()
-        self._client.send(request)
-        try:
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            if request.request_id in self._expecting:
-                self._abort(request.request_id, FinishReason.ABORT, time.monotonic())
-            self._num_readers -= 1
-            if self._num_readers == 0:
-                self._no_readers.set()
 
     def _check_open(self) -> None:
         self._check_alive()
@@ -271,7 +225,7 @@ class AsyncEngine:
 
     def _check_vigil(self) -> None:
         if not self.is_restarting:  # then nothing can be heard
-            self._vigil.check(owes=bool(self._expecting))
+            self._vigil.check(owes=bool(self._streams))
 
     def _check_alive(self) -> None:
         if self.dead_reason is not None:
@@ -286,7 +240,9 @@ class AsyncEngine:
             while True:
                 match await self._client.receive():
                     case StepOutputs() as outputs:
-                        self._distribute(outputs)
+                        self._vigil.heard()
+                        self._observer.stepped(outputs.stats)
+                        self._streams.distribute(outputs)
                     case ControlResult() as result:
                         self._calls.answered(result)
                     case EngineLost(reason):
@@ -303,21 +259,10 @@ class AsyncEngine:
     def _hold(self, reason: str) -> None:
         """The engine is lost; another one is on its way, to which all that is open will move."""
         logger.error("the engine died: %s", reason)
-        logger.warning("starting it again; %d open streams will go on", len(self._expecting))
+        logger.warning("starting it again; %d open streams will go on", len(self._streams))
         self.is_restarting = True
-        self._restoring.append(asyncio.create_task(self._expire(), name="engine-away"))
-
-    async def _expire(self) -> None:
-        """While there is no engine, end the requests that wait longer than they would."""
-        while self.is_restarting:
-            now = time.monotonic()
-            for engine_id, stream in list(self._expecting.items()):
-                if stream.is_overdue(now):
-                    message = "its timeout passed while the engine was being started again."
-                    reason = FinishReason.TIMEOUT
-                    delta = TokenDelta(engine_id, [], finish_reason=reason, error=message)
-                    self._feed(stream, delta, now, stream.engine)
-            await asyncio.sleep(EXPIRE_EVERY_S)
+        expiring = self._streams.expire_while(lambda: self.is_restarting)
+        self._restoring.append(asyncio.create_task(expiring, name="engine-away"))
 
     def _resume(self, ready: EngineReady) -> None:
         """Set a new engine up as the last one was, and move every open stream to it."""
@@ -327,10 +272,9 @@ class AsyncEngine:
         for engine in range(ready.num_engines):
             self._observer.engine_restarted(engine)
         repeated = self._calls.repeat()
-        for stream in self._expecting.values():  # in the order of their arrival
-            self._client.send(stream.moved())
+        self._streams.move()
         self._restoring = [asyncio.create_task(self._restore(repeated), name="engine-restore")]
-        logger.info("the engine is back, and %d streams go on", len(self._expecting))
+        logger.info("the engine is back, and %d streams go on", len(self._streams))
 
     async def _restore(self, repeated: list[tuple[str, dict[str, Any], Answer]]) -> None:
         """Hear what a new engine says to its setup; compute the pinned prefixes once more."""
@@ -346,47 +290,10 @@ class AsyncEngine:
             except ServeError as error:
                 logger.warning("%s could not be repeated after the restart: %s", name, error)
 
-    def _distribute(self, outputs: StepOutputs) -> None:
-        self._vigil.heard()
-        self._observer.stepped(outputs.stats)
-        engine = outputs.stats.engine
-        for delta in outputs.deltas:
-            stream = self._expecting.get(delta.request_id)
-            if stream is not None:  # else it was aborted while this was on its way
-                self._feed(stream, delta, outputs.time, engine)
-
-    def _feed(self, stream: RequestStream, delta: TokenDelta, now: float, engine: int) -> None:
-        previous_time = stream.last_token_time
-        stream.feed(delta, now)
-        if delta.token_ids:
-            if previous_time is None:
-                stream.engine = engine
-                self._observer.first_token(now - stream.arrival_time, engine)
-            else:
-                num_tokens = len(delta.token_ids)
-                for _ in range(num_tokens):  # a step's tokens share its gap
-                    self._observer.inter_token((now - previous_time) / num_tokens, engine)
-        if delta.finish_reason is not None:
-            del self._expecting[delta.request_id]
-            stream.engine = engine
-            reason = stream.finish_reason or delta.finish_reason
-            self._observer.request_finished(stream.finished(reason, now))
-        elif stream.finish_reason is not None:  # a stop string, of which the engine knows nothing
-            self._abort(delta.request_id, stream.finish_reason, now)
-
-    def _abort(self, engine_id: str, reason: FinishReason, now: float) -> None:
-        stream = self._expecting.pop(engine_id)
-        self._client.send(AbortRequests([engine_id], reason))
-        self._observer.request_finished(stream.finished(reason, now))
-
     def _die(self, reason: str) -> None:
         """End every open stream with EngineDead, now and for good."""
         self.dead_reason = reason
         self.is_restarting = False
         self._dead.set()
         self._calls.fail(self._death(reason))
-        orphans, self._expecting = self._expecting, {}
-        now = time.monotonic()
-        for stream in orphans.values():
-            stream.fail(self._death(reason))
-            self._observer.request_finished(stream.finished(FinishReason.ERROR, now))
+        self._streams.fail(self._death(reason))

@@ -21,9 +21,9 @@ def answer_ids(asked: str) -> frozenset[str]:
     return frozenset((asked, *(prefix + asked for prefix in PREFIXES)))
 
 
-def choice_label(answer_id: str, index: int, num_choices: int) -> str:
-    """The label of one choice."""
-    return answer_id if num_choices == 1 else f"{answer_id}-{index}"
+def choice_label(answer_id: str, index: int) -> str:
+    """The label of one choice of several."""
+    return f"{answer_id}-{index}"
 
 
 def answer_of(label: str) -> str | None:

@@ -76,19 +76,13 @@ class ReferenceAttention:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         output = torch.zeros_like(query)
+        attend_one = partial(_attend_one, scale=scale, window=window, softcap=softcap, sinks=sinks)
         start = 0
         for row, query_len in enumerate(meta.query_lens_host):
+            tokens = slice(start, start + query_len)
             seq_len = meta.seq_lens_host[row]
             key, value = self.gather(kv, meta.block_table[row], seq_len, kv_scales)
-            output[start : start + query_len] = _attend_one(
-                query[start : start + query_len].float(),
-                key,
-                value,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            output[tokens] = attend_one(query[tokens].float(), key, value)
             start += query_len
         return output
 

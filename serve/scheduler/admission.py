@@ -57,7 +57,7 @@ class Admission:
         begun = plan.begun
         if request is not None and begun is not None and not self.passes(request, begun):
             request = self._roster.next_shorter(request, most_that_passes(begun))
-        return None if request is None or self._launched.names(request) else request
+        return None if request is None or self._launched.include(request) else request
 
     def passes(self, request: Request, begun: Request) -> bool:
         """Whether a queued request may start beside a long prompt that has begun: it lacks little

@@ -210,7 +210,7 @@ class LaunchedSteps:
         """Number of the step that will be launched next."""
         return self._num_retired + len(self._steps) + 1
 
-    def names(self, request: Request) -> bool:
+    def include(self, request: Request) -> bool:
         """Whether one of these steps names the request."""
         return request.last_step > self._num_retired
 

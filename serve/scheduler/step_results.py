@@ -143,7 +143,7 @@ class StepResults:
 
     def _lost_its_copy(self, victim: Request) -> bool:
         """Whether a failed step's victim must end, too. One still swapped out is recomputed."""
-        if victim.status is RequestStatus.SWAPPED and not self._launched.names(victim):
+        if victim.status is RequestStatus.SWAPPED and not self._launched.include(victim):
             self._preemption.recompute_later(victim)
             return False
         return victim.status is not RequestStatus.WAITING

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from serve.errors import OutOfMemory
-from serve.kernels.base import ForwardContext, Kernels, LogprobTensors, SamplingKernels
+from serve.kernels.base import ForwardContext, Kernels
+from serve.kernels.sampling import LogprobTensors, SamplingKernels
 from serve.kv_cache.storage import KVStorage, LayerShape, Tier
 from serve.models.base import CausalModel
 from serve.scheduler.output import SchedulerOutput
@@ -115,9 +116,8 @@ class ModelRunner:
         raise error
 
     def _forward(self, plan: SchedulerOutput) -> StepLaunch:
-        self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
-        self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
-        self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
+        if plan.swap_out or plan.swap_in or plan.copy:
+            self._copy_blocks(plan)
         for request in plan.admitted:
             self._rows.admit(request)
         scheduled = [e for e in plan.scheduled if not self._rows.is_lost(e.request_id)]
@@ -133,6 +133,11 @@ class ModelRunner:
         if step.sample is None:
             return StepLaunch(self, plan, [])
         return StepLaunch(self, plan, [], step.sample, logits)
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        self._storage.copy(plan.swap_out, src=Tier.DEVICE, dst=Tier.HOST)
+        self._storage.copy(plan.swap_in, src=Tier.HOST, dst=Tier.DEVICE)
+        self._storage.copy(plan.copy, src=Tier.DEVICE, dst=Tier.DEVICE)
 
     def _lose(self, plan: SchedulerOutput) -> None:
         self._rows.lose(entry.request_id for entry in plan.scheduled)
@@ -213,7 +218,7 @@ def make_runner(
     Records the model for steps of these batch sizes, on a device that can record.
     """
     uploads = device.uploads(_upload_bytes(rows))
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, uploads, sampling)
+    editor = LogitEditor(rows.columns, rows.counts, rows.recent_tokens, uploads, sampling)
     sampler = Sampler(rows.columns, editor, device, uploads, logprobs_mode, sampling)
     builder = InputBuilder(rows, block_size, uploads)
     recorder = device.graph_recorder() if graph_sizes else None

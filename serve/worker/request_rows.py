@@ -18,7 +18,7 @@ from serve.worker.device.device import Device
 from serve.worker.sampling.drafts import Drafts
 from serve.worker.sampling.listed_tokens import longest_start
 from serve.worker.sampling.sampling_columns import Rows, SamplingColumns, Wish
-from serve.worker.sampling.token_memory import LastTokens, TokenCounts
+from serve.worker.sampling.token_memory import RecentTokens, TokenCounts
 
 _REMEMBERED = int(Wish.PENALTIES | Wish.BAD_WORDS)
 
@@ -38,7 +38,7 @@ class RequestRows:
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
         self.columns = SamplingColumns(num_rows, vocab_size)
         self.counts = TokenCounts(vocab_size, device)
-        self.last_tokens = LastTokens(device)
+        self.recent_tokens = RecentTokens(device)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Free these requests' rows; ids without a row (their step failed) are ignored."""
@@ -71,7 +71,7 @@ class RequestRows:
         if wishes & Wish.PENALTIES:
             self.counts.admit(row, request.token_ids, num_prompt)
         if wishes & Wish.BAD_WORDS:
-            self.last_tokens.admit(
+            self.recent_tokens.admit(
                 row, request.token_ids, longest_start(sampling.bad_words_token_ids)
             )
         if sampling.prompt_logprobs is not None and len(request.token_ids) == num_prompt:
@@ -93,7 +93,7 @@ class RequestRows:
         wishes = self.columns.wishes[rows]
         if not int(np.bitwise_or.reduce(wishes)) & _REMEMBERED:
             return
-        for wish, memory in ((Wish.PENALTIES, self.counts), (Wish.BAD_WORDS, self.last_tokens)):
+        for wish, memory in ((Wish.PENALTIES, self.counts), (Wish.BAD_WORDS, self.recent_tokens)):
             places = np.flatnonzero(wishes & wish)
             if places.size:
                 at = self._device.to_device(torch.from_numpy(places))
@@ -113,7 +113,7 @@ class RequestRows:
         if places.size:
             at = self._device.to_device(torch.from_numpy(places))
             drawn = drafts.by_request(token_ids)[at]
-            self.last_tokens.extend(by_request[places], drawn, accepted.per_request[at])
+            self.recent_tokens.extend(by_request[places], drawn, accepted.per_request[at])
 
     def _free_row(self, request_id: str) -> None:
         row = self._row_by_request.pop(request_id, None)
@@ -121,7 +121,7 @@ class RequestRows:
             self._free.append(row)
             self.prompts_to_score.pop(request_id, None)
             self.counts.release(row)
-            self.last_tokens.release(row)
+            self.recent_tokens.release(row)
 
     def _append(self, row: int, block_ids: Sequence[int]) -> None:
         first = self._num_blocks[row]

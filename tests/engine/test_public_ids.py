@@ -15,7 +15,6 @@ def test_an_answer_goes_by_its_id_and_by_its_requests(prefix: str) -> None:
 
 
 def test_a_choice_is_named_by_its_number_when_there_are_several() -> None:
-    assert choice_label("cmpl-a", 0, 1) == "cmpl-a"
-    assert answer_of(choice_label("cmpl-a", 11, 12)) == "cmpl-a"
+    assert answer_of(choice_label("cmpl-a", 11)) == "cmpl-a"
     assert answer_of("cmpl-a") is None
     assert answer_of("cmpl-a-") is None

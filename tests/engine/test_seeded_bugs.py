@@ -122,7 +122,7 @@ class CopiesSwappedBlocksAfterTheForward(FakeExecutor):
 class ReadmitsAVictimInFlight(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._launched.names = lambda request: False  # type: ignore[method-assign]
+        self._launched.include = lambda request: False  # type: ignore[method-assign]
 
 
 @seeded

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve.kernels.base import LogprobTensors, SamplingKernels
+from serve.kernels.sampling import LogprobTensors, SamplingKernels
 from serve.worker.sampling.logprobs import score
 from tests.kernels.cpu_kernels import compiled
 from tests.kernels.sampling_twin import EVERY_WISH, allowed, controls, keys, penalized, twin

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve.kernels.base import MaskFn, SamplingKernels
+from serve.kernels.sampling import MaskFn, SamplingKernels
 from serve.kernels.triton.mask import mask as triton_mask
 from serve.kernels.triton.penalties import penalize
 from serve.kernels.triton.sampling import draw

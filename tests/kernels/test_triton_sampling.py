@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serve.kernels.base import SamplingKernels
+from serve.kernels.sampling import SamplingKernels
 from serve.kernels.triton.penalties import penalize
 from serve.kernels.triton.sampling import draw
 from serve.sampling_params import SamplingParams

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from serve.kernels import reference
-from serve.kernels.base import ForwardContext, SamplingKernels
+from serve.kernels.base import ForwardContext
+from serve.kernels.sampling import SamplingKernels
 from serve.kv_cache.storage import KVStorage
 from serve.models.base import LayerCache
 from serve.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class SamplerStand:
             self.rows.admit(row_data(str(number), request))
         uploads = self.rows_device.uploads(0)
         editor = LogitEditor(
-            self.rows.columns, self.rows.counts, self.rows.last_tokens, uploads, kernels
+            self.rows.columns, self.rows.counts, self.rows.recent_tokens, uploads, kernels
         )
         self.sampler = Sampler(
             self.rows.columns, editor, self.rows_device, uploads, logprobs_mode, kernels

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from serve.errors import OutOfMemory
-from serve.kernels.base import SamplingKernels
+from serve.kernels.sampling import SamplingKernels
 from serve.messages import TokenLogprobs
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import SchedulerOutput, StepResult

@@ -50,7 +50,7 @@ def test_sampled_tokens_are_noted_where_the_next_step_and_the_penalties_find_the
     assert rows.last_token[numbers].tolist() == [7, 8]
     generated, _ = rows.counts.of(numbers[1:].numpy())
     assert generated[0].nonzero().flatten().tolist() == [8]
-    assert rows.last_tokens.of(numbers[1:].numpy()).tolist() == [[8]]
+    assert rows.recent_tokens.of(numbers[1:].numpy()).tolist() == [[8]]
 
 
 def test_a_prompt_is_scored_only_before_the_first_generated_token() -> None:

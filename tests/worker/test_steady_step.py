@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from serve.kernels.base import SamplingKernels
+from serve.kernels.sampling import SamplingKernels
 from serve.sampling_params import SamplingParams
 from tests.worker.async_device import FakeRecorder, GraphDevice, LateCopy, Replay
 from tests.worker.harness import Asked, RunnerStand, plan, row_data, share

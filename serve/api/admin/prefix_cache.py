@@ -15,6 +15,7 @@ from serve.api.answering.convert import cache_salt
 from serve.api.answering.generation import Job, Outputs
 from serve.api.answering.streaming import unless_gone
 from serve.api.errors import MissingField, NoSuchPin
+from serve.api.middleware import request_id_of
 from serve.api.openapi import ERROR_RESPONSES, request_body
 from serve.api.protocol.prefix_cache import (
     CacheReset,
@@ -24,7 +25,6 @@ from serve.api.protocol.prefix_cache import (
     PinRequest,
     Unpinned,
 )
-from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.config import ServerConfig
 from serve.engine.async_engine import AsyncEngine
@@ -52,7 +52,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
             prompts=[token_ids[: max(1, len(token_ids) // block_size) * block_size]],
             sampling=SamplingParams(max_tokens=0, temperature=0.0),
             cache_salt=salt,
-            client=service.client_of(request, body.user),
+            client=service.clients.of(request.headers, body.user),
             prompt_field=_given(body)[0],
         )
         outputs = Outputs(service, engine, job)  # refuses what cannot be computed

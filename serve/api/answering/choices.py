@@ -1,15 +1,15 @@
-"""Outputs put together: whole choices for an answer in one piece, larger steps for a stream."""
+"""Outputs put together: whole choices, for an answer in one piece."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serve.api.answering.generation import Outputs
-from serve.api.answering.parts import Part, Piece, text_of
+from serve.api.answering.parts import Part, text_of
 from serve.api.answering.scores import Scores
 from serve.api.protocol.common import FinishedBy
-from serve.engine.outputs import RequestOutput, joined
+from serve.engine.outputs import RequestOutput
 from serve.messages import FinishReason, TokenLogprobs
 
 
@@ -70,23 +70,3 @@ async def collect(outputs: Outputs, scores: Sequence[Scores] = ()) -> list[Choic
     finally:
         await outputs.aclose()
     return choices
-
-
-def in_intervals(outputs: Outputs, interval: int | None) -> AsyncIterator[Piece]:
-    """The pieces, joined so that each but a choice's first and last has `interval` tokens."""
-    return outputs if interval is None or interval == 1 else _held_back(outputs, interval)
-
-
-async def _held_back(outputs: Outputs, interval: int) -> AsyncGenerator[Piece, None]:
-    held: dict[int, tuple[list[Part], list[RequestOutput]]] = {}
-    begun: set[int] = set()
-    async for index, new_parts, output in outputs:
-        parts, pieces = held.setdefault(index, ([], []))
-        parts += new_parts
-        pieces.append(output)
-        num_tokens = sum(len(piece.token_ids) for piece in pieces)
-        ready = output.finish_reason is not None or num_tokens >= interval
-        if ready or (index not in begun and num_tokens):
-            begun.add(index)
-            del held[index]
-            yield index, parts, joined(pieces)

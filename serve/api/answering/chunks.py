@@ -1,5 +1,6 @@
-"""The chunks of a stream as bytes. What never changes is encoded once per stream: a stream writes
-one chunk per token, and building and dumping a dict for each would cost more than all the rest.
+"""The chunks of a stream: how many tokens make one, and its bytes. What never changes is encoded
+once per stream: a stream writes one chunk per token, and building and dumping a dict for each would
+cost more than all the rest.
 
 The JSON is ASCII: U+2028, U+2029 and U+0085 are ends of lines to many clients.
 """
@@ -9,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from serve.api.answering.generation import Tally
+from serve.api.answering.parts import Part, Piece
 from serve.api.protocol.common import StreamOptions
 from serve.engine.async_engine import AsyncEngine
+from serve.engine.outputs import RequestOutput, joined
 from serve.messages import FinishReason
 
 text_json = encode_basestring_ascii
@@ -117,3 +121,23 @@ class ChunkWriter:
 
     def _usage_json(self) -> str:
         return self._tally.usage().model_dump_json()
+
+
+def in_intervals(outputs: AsyncIterator[Piece], interval: int | None) -> AsyncIterator[Piece]:
+    """The pieces, joined so that each but a choice's first and last has `interval` tokens."""
+    return outputs if interval is None or interval == 1 else _held_back(outputs, interval)
+
+
+async def _held_back(outputs: AsyncIterator[Piece], interval: int) -> AsyncGenerator[Piece, None]:
+    held: dict[int, tuple[list[Part], list[RequestOutput]]] = {}
+    begun: set[int] = set()
+    async for index, new_parts, output in outputs:
+        parts, pieces = held.setdefault(index, ([], []))
+        parts += new_parts
+        pieces.append(output)
+        num_tokens = sum(len(piece.token_ids) for piece in pieces)
+        ready = output.finish_reason is not None or num_tokens >= interval
+        if ready or (index not in begun and num_tokens):
+            begun.add(index)
+            del held[index]
+            yield index, parts, joined(pieces)

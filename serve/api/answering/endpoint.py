@@ -20,9 +20,9 @@ from serve.api.answering.generation import Job, Outputs, Tally
 from serve.api.answering.scores import Scores
 from serve.api.answering.streaming import EventStream, unless_gone
 from serve.api.clients.client import Client
+from serve.api.middleware import request_id_of
 from serve.api.protocol.common import GenerationRequest, RequestModel
 from serve.api.protocol.control import RenderedRequest
-from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.request_limits import resolve_sampling
@@ -120,7 +120,7 @@ class Endpoint(Generic[B, A]):
         kind = self.chunk_kind if caller.streams else self.kind
         envelope = new_envelope(engine, caller.model, kind, caller.answer_id)
         timeout_s = timeout_header(request)
-        client = service.client_of(request, caller.user)
+        client = service.clients.of(request.headers, caller.user)
         answer = await self.prepare(body, Call(service, engine, envelope, client, timeout_s))
         with fields_named(answer.field_names):
             return answer, Outputs(service, engine, answer.job)

@@ -223,7 +223,8 @@ class Outputs:
         )
 
     def _label(self, index: int) -> str:
-        return choice_label(self._job.label, index, self._job.num_choices)
+        label = self._job.label
+        return label if self._job.num_choices == 1 else choice_label(label, index)
 
 
 async def _merged(

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.api.answering.generation import Outputs
 from serve.api.errors import ClientGone, error_body, error_response
-from serve.api.request_id import DIRECT_SEND
+from serve.api.middleware import DIRECT_SEND
 from serve.errors import ServeError
 
 DONE = b"data: [DONE]\n\n"

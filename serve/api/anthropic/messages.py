@@ -16,6 +16,7 @@ from serve.api.anthropic.cache_control import Written, marked_prefix, pin_common
 from serve.api.anthropic.errors import ERROR_TYPES
 from serve.api.anthropic.request import FIELD_NAMES, chat_messages, chat_request, counted_request
 from serve.api.errors import misfits_refused
+from serve.api.middleware import request_id_of
 from serve.api.openai import chat
 from serve.api.openapi import request_body
 from serve.api.protocol.anthropic import (
@@ -26,7 +27,6 @@ from serve.api.protocol.anthropic import (
     TokenCount,
 )
 from serve.api.protocol.chat import TemplateFields
-from serve.api.request_id import request_id_of
 from serve.api.service import Service
 from serve.engine.public_ids import MESSAGE
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve.api.clients.client import presented_key
 from serve.api.clients.origins import HARMLESS_METHODS
 from serve.api.errors import NeedsAdmin, Unauthorized, error_response
 from serve.errors import RequestError
@@ -97,14 +98,6 @@ def controls_the_server(scope: Scope) -> bool:
     path: str = scope["path"]
     reads = scope.get("method") in HARMLESS_METHODS
     return path.startswith(ADMIN_PATHS) or (path.startswith(ADMIN_WRITES) and not reads)
-
-
-def presented_key(headers: Headers) -> str:
-    """The bearer token, or Anthropic's `x-api-key`; empty if there is none."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return token.strip()
-    return headers.get("x-api-key", "").strip()
 
 
 def _digest(key: bytes) -> bytes:

@@ -26,33 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from serve.api.clients.client import ClientEntry, Clients
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from serve.settings_file import read_yaml
-
-_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class ClientEntry(BaseModel):
-    """One client's limits; None is no limit."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    requests_per_minute: _Rate | None = None
-    tokens_per_minute: _Rate | None = None
-    weight: _Rate | None = None
-
-    @property
-    def limits_anything(self) -> bool:
-        """Whether there is any limit to hold a client to."""
-        limits = (self.max_concurrent, self.requests_per_minute, self.tokens_per_minute)
-        return any(limit is not None for limit in limits)
 
 
 class LimitsFile(BaseModel):
@@ -69,6 +49,12 @@ class LimitsFile(BaseModel):
         if own is None:
             return self.default
         return self.default.model_copy(update=own.model_dump(exclude_unset=True))
+
+
+def known_clients(config: ServerConfig) -> Clients:
+    """Who the operator knows, and what holds for whom. Raises ConfigError."""
+    limits = read_limits(config)
+    return Clients(config, limits.default, {name: limits.entry_of(name) for name in limits.clients})
 
 
 def read_limits(config: ServerConfig) -> LimitsFile:

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from serve.api.answering.choices import Choice, in_intervals
-from serve.api.answering.chunks import ChunkWriter, Envelope, text_json
+from serve.api.answering.choices import Choice
+from serve.api.answering.chunks import ChunkWriter, Envelope, in_intervals, text_json
 from serve.api.answering.generation import Job, Outputs, Tally
 from serve.api.answering.json_pieces import JsonPieces, with_scores
 from serve.api.answering.logprobs import ChatLogprobsWriter, TokenNames

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve.kernels.base import Kernels, SamplingKernels
+from serve.kernels.base import Kernels
+from serve.kernels.sampling import SamplingKernels
 
 
 def cpu_kernels(

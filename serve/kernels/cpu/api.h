@@ -122,7 +122,7 @@ struct ServeStep {
   float* out;            // [num_wanted, hidden]: final norm applied
 };
 
-// All layers of a decoder: the functions above in the order of models/decoder.py, without the way
+// All layers of a decoder: the functions above in the order of models/layers.py, without the way
 // back to Python between them.
 void serve_decode(serve::Pool* pool, const ServeDecoder* decoder, const ServeStep* step);
 }

@@ -1,4 +1,4 @@
-// A whole decoder in one call: what models/decoder.py does with single operations, in that order and
+// A whole decoder in one call: what models/layers.py does with single operations, in that order and
 // with the same bits.
 #include <algorithm>
 #include <vector>

@@ -7,8 +7,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from serve.kernels.base import LogprobTensors
 from serve.kernels.cpu.library import Library, Scores, as_rows
+from serve.kernels.sampling import LogprobTensors
 
 
 class RowSampling:

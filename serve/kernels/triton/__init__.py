@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from serve.kernels import reference
-from serve.kernels.base import Kernels, PackedLinear, SamplingKernels
+from serve.kernels.base import Kernels, PackedLinear
+from serve.kernels.sampling import SamplingKernels
 from serve.kernels.stored import StoredMatrix, dequantize, stack
 from serve.kernels.triton.activation import gated_act
 from serve.kernels.triton.backend import TritonAttention

@@ -14,7 +14,7 @@ from torch import Tensor
 from serve.worker.device import host_memory
 from serve.worker.device.device import Mark, PendingCopy, Uploads
 from serve.worker.device.kinds import CPU, GIB
-from serve.worker.device.uploads import SharedMemory
+from serve.worker.device.uploads import DirectUploads
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class CpuDevice:
         return _Past()
 
     def uploads(self, num_bytes: int) -> Uploads:
-        return SharedMemory()
+        return DirectUploads()
 
     def to_device(self, host: Tensor) -> Tensor:
         return host

@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 _NUM_SLOTS = 3  # steps that may be under way at once, and one that is being built
 
 
-class SharedMemory:
+class DirectUploads:
     """Uploads where the device reads host memory."""
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serve.kernels.base import SamplingKernels
+from serve.kernels.sampling import SamplingKernels
 from serve.worker.device.device import Uploads
 from serve.worker.sampling.drafts import Drafts
 from serve.worker.sampling.listed_tokens import ANY_TOKEN, Ids, ListedTokens
@@ -24,7 +24,7 @@ from serve.worker.sampling.sampling_columns import (
     SamplingColumns,
     Wish,
 )
-from serve.worker.sampling.token_memory import LastTokens, TokenCounts
+from serve.worker.sampling.token_memory import RecentTokens, TokenCounts
 
 BANNED = torch.finfo(torch.float32).min
 """Finite, so that a banned token still beats tokens that are not allowed at all (-inf)."""
@@ -37,7 +37,7 @@ class LogitEditor:
         self,
         columns: SamplingColumns,
         counts: TokenCounts,
-        last_tokens: LastTokens,
+        recent_tokens: RecentTokens,
         uploads: Uploads,
         kernels: SamplingKernels | None = None,
     ) -> None:
@@ -45,7 +45,7 @@ class LogitEditor:
         self._kernels = kernels
         self._columns = columns
         self._counts = counts
-        self._last_tokens = last_tokens
+        self._last_tokens = recent_tokens
         self._uploads = uploads
 
     def apply(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from serve.kernels.base import LogprobTensors
+from serve.kernels.sampling import LogprobTensors
 from serve.messages import TokenLogprobs
 from serve.worker.device.device import Device, PendingCopy
 

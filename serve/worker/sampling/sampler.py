@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serve.kernels.base import LogprobTensors, SamplingKernels
+from serve.kernels.sampling import LogprobTensors, SamplingKernels
 from serve.worker.device.device import Device, Uploads
 from serve.worker.executor import TokenMask
 from serve.worker.sampling.drafts import Drafts

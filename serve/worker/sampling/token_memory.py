@@ -85,7 +85,7 @@ class TokenCounts:
         self._generated.index_put_((slots, token_ids), one, accumulate=True)
 
 
-class LastTokens:
+class RecentTokens:
     """Each row's newest tokens, right-aligned; -1 where a request has fewer."""
 
     def __init__(self, device: Device) -> None:

@@ -8,7 +8,8 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from serve.api.clients.auth import OPEN_PATHS, controls_the_server, presented_key
+from serve.api.clients.auth import OPEN_PATHS, controls_the_server
+from serve.api.clients.client import presented_key
 from serve.config import ServerConfig
 from tests.api.conftest import Server, running_server
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from starlette.datastructures import Headers
 
+from serve.api.clients.client import ClientEntry, Clients
 from serve.config import ServerConfig
 from serve.errors import ConfigError
 from tests.api.conftest import running_server
@@ -41,3 +43,21 @@ def test_without_keys_the_user_is_the_client() -> None:
 def test_a_weight_that_is_none_is_refused(pair: str) -> None:
     with pytest.raises(ConfigError, match="--client-weight"):
         ServerConfig(client_weight=(pair,))
+
+
+@pytest.mark.parametrize(
+    ("keys", "user", "is_known"),
+    [
+        ((), None, False),
+        ((), "a", False),
+        ((), "b", True),
+        (("k",), "a", True),
+        (("k",), None, True),
+    ],
+)
+def test_only_who_the_operator_named_is_no_stranger(
+    keys: tuple[str, ...], user: str | None, is_known: bool
+) -> None:
+    clients = Clients(ServerConfig(api_key=keys), ClientEntry(), {"b": ClientEntry(weight=2)})
+    headers = Headers({"authorization": "Bearer k"} if keys else {})
+    assert clients.of(headers, user).is_known is is_known

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.api.clients import client_limits
-from serve.api.clients.client import Client
+from serve.api.clients.client import Client, ClientEntry
 from serve.api.clients.client_limits import MAX_STRANGERS, SWEEP_INTERVAL_S, ClientLimits
-from serve.api.clients.limits_file import ClientEntry, LimitsFile, read_limits
+from serve.api.clients.limits_file import LimitsFile, read_limits
 from serve.config import ServerConfig
 from serve.errors import ConfigError, InvalidRequest, RateLimited
 from tests.api.answering.test_streaming import wait_until
@@ -303,7 +303,7 @@ def test_a_client_at_its_limit_is_told_which_and_when_to_come_back(
 
 
 def _streams(server: Server) -> list[object]:
-    return list(server.engine._expecting.values())
+    return list(server.engine._streams._owed.values())
 
 
 def test_used_up_tokens_are_a_429_in_the_words_of_the_api(tmp_path: Path) -> None:

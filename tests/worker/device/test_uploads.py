@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from serve.worker.device.uploads import SharedMemory, StagedUploads
+from serve.worker.device.uploads import DirectUploads, StagedUploads
 from tests.worker.async_device import AsyncDevice
 
 ARRAYS = (
@@ -18,7 +18,7 @@ ARRAYS = (
 
 
 def test_arrays_arrive_in_their_dtypes_and_shapes_whatever_their_strides() -> None:
-    for uploads in (StagedUploads(AsyncDevice(), 1000), SharedMemory()):
+    for uploads in (StagedUploads(AsyncDevice(), 1000), DirectUploads()):
         uploads.begin()
         for sent, array in zip(uploads.send(*ARRAYS), ARRAYS, strict=True):
             assert sent.dtype == torch.from_numpy(array).dtype

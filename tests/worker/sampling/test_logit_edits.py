@@ -24,7 +24,7 @@ def edited(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
     rows = make_rows(VOCAB)
     for number, request in enumerate(asked):
         rows.admit(row_data(str(number), request))
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu().uploads(0))
+    editor = LogitEditor(rows.columns, rows.counts, rows.recent_tokens, cpu().uploads(0))
     result = logits.clone()
     numbers = rows.rows_of([str(n) for n in range(len(asked))])
     positions = np.array([len(a.prompt) + len(a.generated) for a in asked])
@@ -151,7 +151,7 @@ class NoCopiesFromTheHost(TorchDispatchMode):
 def test_sec_47_a_step_reads_no_list_and_copies_no_value_from_the_host() -> None:
     rows = make_rows(VOCAB)
     rows.admit(row_data("0", Asked(greedy(**EVERYTHING), generated=[4])))
-    editor = LogitEditor(rows.columns, rows.counts, rows.last_tokens, cpu().uploads(0))
+    editor = LogitEditor(rows.columns, rows.counts, rows.recent_tokens, cpu().uploads(0))
     rows.columns.params = []  # the lists are arrays since admission
     result = LOGITS.clone()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serve.kernels.base import SamplingKernels
+from serve.kernels.sampling import SamplingKernels
 from serve.sampling_params import SamplingParams
 from serve.worker.sampling.sampler import LogprobsMode
 from tests.worker.harness import Asked, SamplerStand

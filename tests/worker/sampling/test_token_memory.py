@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from serve.worker.sampling.token_memory import LastTokens, SlotMap, TokenCounts
+from serve.worker.sampling.token_memory import RecentTokens, SlotMap, TokenCounts
 from tests.worker.harness import cpu
 
 
@@ -33,7 +33,7 @@ def test_counts_tell_prompt_from_generated_tokens_and_grow_on_the_device() -> No
 
 
 def test_a_reused_slot_remembers_nothing_of_its_last_owner() -> None:
-    counts, last = TokenCounts(4, cpu()), LastTokens(cpu())
+    counts, last = TokenCounts(4, cpu()), RecentTokens(cpu())
     for memory in (
         lambda: counts.admit(0, [1, 2, 3], 1),
         lambda: last.admit(0, [1, 2, 3], 3),
@@ -49,8 +49,8 @@ def test_a_reused_slot_remembers_nothing_of_its_last_owner() -> None:
     assert last.of(rows(7)).tolist() == [[-1, -1, 0]]
 
 
-def test_last_tokens_slide_and_may_become_wider() -> None:
-    last = LastTokens(cpu())
+def test_recent_tokens_slide_and_may_become_wider() -> None:
+    last = RecentTokens(cpu())
     last.admit(1, [5, 6, 7], 2)
     assert last.of(rows(1)).tolist() == [[6, 7]]
     last.admit(2, [9], 3)
@@ -59,7 +59,7 @@ def test_last_tokens_slide_and_may_become_wider() -> None:
 
 
 def test_a_start_of_no_tokens_needs_no_memory() -> None:
-    last = LastTokens(cpu())
+    last = RecentTokens(cpu())
     last.admit(1, [5, 6], 0)
     assert last.of(rows(1)).shape == (1, 0)
     last.add(rows(1), torch.tensor([8]))
