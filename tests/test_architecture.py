@@ -59,7 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {"models", "worker", "checkpoint", "kernels.select"},
     "collect_env": {"worker.device.host_memory"},
-    "cli": {"server", "bench", "simulate", "plan", "collect_env", "flags", "settings_file"},
+    "cli": {"commands"},
+    "commands": {"server", "bench", "simulate", "plan", "collect_env", "flags", "settings_file"},
 }
 
 # Which other rooms of its part each room may import, besides what lies in the part's own hall.
@@ -96,7 +97,7 @@ ONLY_IN: dict[str, set[str]] = {
     "uvicorn": {"serving", "http_protocol"},
     "httptools": {"http_protocol", "bench"},
     "uvloop": {"serving", "bench"},
-    "cyclopts": {"cli", "flags", "bench", "simulate.flags"},
+    "cyclopts": {"commands", "flags", "bench", "simulate.flags"},
     "yaml": {"settings_file"},
     "llguidance": {
         "answers",
@@ -499,7 +500,8 @@ def test_the_core_imports_without_the_server_packages() -> None:
     """Offline use and the GPU checks run where only torch and transformers are installed."""
     absent = ["fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client"]
     absent += ["pydantic", "cyclopts", "zmq", "msgspec"]
-    server_side = {"api", "bench", "cli", "flags", "http_protocol", "server", "serving"}
+    server_side = {"api", "bench", "cli", "commands", "flags", "http_protocol"}
+    server_side |= {"server", "serving"}
     lazily_imported = {"link.ipc", "simulate.flags"}
     lazily_imported |= {"engine.process.child", "engine.process.process_client"}
     core = [

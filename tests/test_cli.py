@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -189,3 +191,12 @@ def test_version_and_help_answer_and_end_well(capsys: pytest.CaptureFixture[str]
     assert serve.cli.main(["--help"]) == 0
     assert "serve-llm serve" in capsys.readouterr().out
     assert serve.cli.main([]) == 0
+
+
+def test_the_version_is_told_without_reading_flags() -> None:
+    """Whoever asks for it waits for nothing: the libraries that make flags are not imported."""
+    code = "import sys; from serve.cli import main; main(['--version']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    version, modules = done.stdout.splitlines()
+    assert version == __version__
+    assert not {"cyclopts", "rich", "serve.config"} & set(modules.split())

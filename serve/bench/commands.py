@@ -1,4 +1,4 @@
-"""The commands of `serve-llm bench`: flags made from dataclasses, as in `serve.cli`."""
+"""The commands of `serve-llm bench`: flags made from dataclasses, as in `serve.commands`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,11 @@ logger = logging.getLogger(__name__)
 
 def import_worker() -> None:
     """Import what `build_engine_core` needs: torch takes seconds, and nobody need wait to be told
-    the model for that."""
+    the model for that. At a first start kernels are compiled from here on."""
     import serve.worker.local_executor  # noqa: F401
+    from serve.worker.startup.ahead import begin_ahead
+
+    begin_ahead()
 
 
 def build_engine_core(

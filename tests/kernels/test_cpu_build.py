@@ -43,6 +43,10 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
+def _runs_of_a_build() -> int:
+    return len(list(Path(build.__file__).parent.glob("*.cpp"))) + 1  # and a link
+
+
 def test_a_second_start_finds_the_compiled_file(tmp_path: Path, fake_compiler: Path) -> None:
     build.load_library(tmp_path / "cache")
     calls = fake_compiler.read_text()
@@ -77,7 +81,34 @@ def test_starts_at_the_same_time_do_not_disturb_each_other(
         thread.join()
 
     assert len(outcomes) == 4
+    assert len(fake_compiler.read_text().splitlines()) == _runs_of_a_build()
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_compilation_begun_ahead_is_the_one_that_is_loaded(
+    tmp_path: Path, fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_LLM_CACHE", str(tmp_path / "mine"))
+    build.compile_ahead()
+    build.load_library()
+
+    expected = _runs_of_a_build()
+    assert len(fake_compiler.read_text().splitlines()) == expected
+
+    build.compile_ahead()  # of a second start
+    build.load_library()
+    assert len(fake_compiler.read_text().splitlines()) == expected
+
+
+def test_a_compilation_ahead_that_fails_is_told_to_whoever_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_LLM_CACHE", str(tmp_path / "mine"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
+    build.compile_ahead()
+
+    with pytest.raises(ConfigError, match="apt-get install"):
+        build.load_library()
 
 
 def test_a_build_that_is_killed_leaves_no_files_behind(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ torch.utils.cpp_extension was the alternative; it takes over half a minute for i
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -48,17 +50,36 @@ _REMOVE = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], igno
 def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
     """The compiled kernels for this CPU, built now if the cache does not have them.
 
-    Safe when several processes start at once: each builds its own file and moves it into place.
+    Safe when several processes start at once: one builds, in a folder of its own, and moves the
+    file into place; the others wait for it.
     Raises ConfigError when this CPU or the lack of a compiler makes it impossible.
     """
+    isa, library = _library_file(cache_dir)
+    if not library.exists():
+        _compile(isa, library)
+    return ctypes.CDLL(str(library))
+
+
+def compile_ahead() -> None:
+    """Begin to compile for `load_library` in the background, if the cache does not have them. What
+    goes wrong is met again there, by whoever needs the kernels, and told then."""
+
+    def compile_missing() -> None:
+        with suppress(ConfigError):
+            isa, library = _library_file(None)
+            if not library.exists():
+                _compile(isa, library)
+
+    threading.Thread(target=compile_missing, name="compile", daemon=True).start()
+
+
+def _library_file(cache_dir: Path | None) -> tuple[str, Path]:
+    """The instruction set, and where its kernels are kept. Raises ConfigError."""
     isa = torch.backends.cpu.get_cpu_capability()
     if isa not in _ISA_FLAGS:
         raise ConfigError(f"the cpu kernels need AVX2, and this CPU offers {isa}")
     directory = cache_dir or cache_folder() / "kernels"
-    library = directory / f"cpu-{isa.lower()}-{_fingerprint(isa)}.so"
-    if not library.exists():
-        _compile(isa, library)
-    return ctypes.CDLL(str(library))
+    return isa, directory / f"cpu-{isa.lower()}-{_fingerprint(isa)}.so"
 
 
 def _fingerprint(isa: str) -> str:
@@ -79,14 +100,29 @@ def _compile(isa: str, library: Path) -> None:
     started = time.perf_counter()
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with _scratch_folder(library.parent) as scratch:
-            built = _build(compiler, isa, scratch)
-            os.replace(built, library)
+        with _turn(library.parent):
+            if library.exists():  # another made it meanwhile
+                return
+            with _scratch_folder(library.parent) as scratch:
+                os.replace(_build(compiler, isa, scratch), library)
     except OSError as error:
         raise ConfigError(
             f"the cpu kernels cannot be built in {library.parent}: {error}"
         ) from error
     logger.info("compiled the CPU kernels in %.0f s: %s", time.perf_counter() - started, library)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """One builder at a time, of all threads and processes; a killed one gives its turn up. Where
+    the file system has no locks, several build at once, which only costs time."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 @contextmanager
