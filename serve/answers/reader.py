@@ -233,17 +233,22 @@ class AnswerReader(Cursor):
 
     def _search(self, markers: Sequence[str]) -> tuple[int, str]:
         """Where the first marker is; else, with no marker, where one may begin, or the end."""
-        text = self._text
-        for position in range(self._at, len(text)) if markers else ():
-            if not any(text[position] == marker[0] for marker in markers):
-                continue
-            ahead = text[position:]
+        text, longest = self._text, max(map(len, markers), default=0)
+        position = self._next_start(markers, self._at)
+        while position < len(text):
+            ahead = text[position : position + longest]
             if not self._ended and any(m != ahead and m.startswith(ahead) for m in markers):
                 return position, ""
             found = [marker for marker in markers if ahead.startswith(marker)]
             if found:
                 return position, max(found, key=len)
-        return len(text), ""
+            position = self._next_start(markers, position + 1)
+        return position, ""
+
+    def _next_start(self, markers: Sequence[str], begin: int) -> int:
+        """Where the first character of a marker stands, at C speed; else the text's length."""
+        places = [self._text.find(marker[0], begin) for marker in markers]
+        return min((place for place in places if place >= 0), default=len(self._text))
 
 
 def _event(kind: type[Reasoning | Content] | int, pieces: list[str]) -> AnswerEvent:
