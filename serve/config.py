@@ -347,6 +347,9 @@ class ServerConfig:
     431."""
     max_connections: int = 16384
     """Most connections open at once; further ones are refused with 503."""
+    reasoning_parser: Literal["none", "deepseek_r1", "qwen3", "granite"] = "none"
+    """How the model writes its reasoning, by vLLM's names; chat completions then give it apart from
+    the answer, in reasoning and reasoning_content."""
     max_schema_bytes: int = 262_144
     """Longest JSON schema, grammar or regular expression that a request may bring; longer ones are
     refused with 400."""

@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from serve.answers.format import AnswerFormat
+from serve.answers.reader import AnswerReader
 from serve.api.answering.field_names import fields_named
-from serve.api.answering.parts import Piece, parts_of
+from serve.api.answering.parts import Piece, parts_of, read_parts
 from serve.api.answering.request_size import RequestSize, check_size
 from serve.api.answering.timing import request_metrics
 from serve.api.clients.client import Client
@@ -50,6 +52,8 @@ class Job:
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
     relaxed: tuple[str, ...] = ()  # keywords of its schema that the answer is not held to
+    reasoning: AnswerFormat | None = None  # how the model's reasoning is told apart
+    in_reasoning: bool = False  # the prompt has opened it
     gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
     limit_field: str = "max_tokens"  # what it calls the most tokens of the answer
@@ -120,6 +124,9 @@ class Outputs:
             streams = [self._generate(index) for index in range(job.num_choices)]
         self._alone = streams[0]  # read directly: this is the path of nearly every request
         self._merged = _merged(streams, self._leader_of) if len(streams) > 1 else None
+        self._readers: list[AnswerReader] = []
+        if (form := job.reasoning) is not None:
+            self._readers = [AnswerReader(form, (), in_reasoning=job.in_reasoning) for _ in streams]
         self._unfinished = len(streams)
         self._started_at = time.monotonic()
         self._closed = False
@@ -158,6 +165,8 @@ class Outputs:
         except ServeError as error:
             self._failure = error
             raise
+        if self._readers:
+            return index, read_parts(self._readers[index], output), output
         return index, parts_of(output), output
 
     def goes_by(self, request_id: str) -> bool:

@@ -1,20 +1,21 @@
 """What an answer consists of. The writers of every API are given parts, and never raw output.
 
-Today a part is text. A kind that joins it (the model's reasoning, a tool call's name or arguments)
-is a class of its own among `Part`, told apart in `parts_of`; the type checker then names every
-writer that does not know it yet.
+A part is text, or reasoning where the server tells it apart (`--reasoning-parser`). A kind that
+joins them (a tool call's name or arguments) is a class of its own among `Part`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serve.answers.events import AnswerEvent, Content, Reasoning
+from serve.answers.reader import AnswerReader
 from serve.engine.outputs import RequestOutput
 
 Text = str
 """Words of the answer; those that follow each other are one text. A plain string, because there is
 one for every token: any class around it takes 0.3 to 0.6 µs to make."""
-Part = Text
+Part = Text | Reasoning
 Piece = tuple[int, Sequence[Part], RequestOutput]
 """A choice's index, what it gained, and the output that this came with: its tokens, their
 log-probabilities, and the end."""
@@ -25,11 +26,29 @@ def parts_of(output: RequestOutput) -> Sequence[Part]:
     return (output.text,) if output.text else ()
 
 
+def read_parts(reader: AnswerReader, output: RequestOutput) -> Sequence[Part]:
+    """The same, with reasoning told apart."""
+    said = reader.push(output.text) if output.text else []
+    if output.finish_reason is not None:
+        said += reader.finish()
+    return [event if isinstance(event, Reasoning) else _text(event) for event in said]
+
+
+def _text(event: AnswerEvent) -> Text:
+    assert isinstance(event, Content), "no tools are given to the reader"
+    return event.text
+
+
 def text_of(parts: Sequence[Part]) -> str:
     """The words among the parts."""
-    return "".join(parts)
+    return "".join([part for part in parts if type(part) is str])
 
 
-def whole_parts(parts: Sequence[Part]) -> list[Part]:
+def reasoning_of(parts: Sequence[Part]) -> str:
+    """The reasoning among the parts."""
+    return "".join([part.text for part in parts if isinstance(part, Reasoning)])
+
+
+def whole_parts(parts: Sequence[Part]) -> list[Text]:
     """The parts of a whole answer: one text, though it may be empty."""
     return [text_of(parts)]

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from serve.api.answering.choices import Choice
 from serve.api.answering.chunks import Envelope, text_json
 from serve.api.answering.generation import Job, Outputs, Tally
-from serve.api.answering.parts import Text, whole_parts
+from serve.api.answering.parts import Text, text_of, whole_parts
 from serve.api.answering.scores import Scores
 from serve.api.answering.streaming import named_event
 from serve.api.anthropic.cache_control import Written
@@ -66,8 +66,8 @@ class MessageAnswer:
                 yield named_event("message_start", message=message.model_dump())
                 block = TextBlock(text="").model_dump()
                 yield named_event("content_block_start", index=0, content_block=block)
-            for part in parts:
-                yield _delta(part)
+            if text := text_of(parts):
+                yield _delta(text)
             if output.finish_reason is not None:
                 reason, sequence = _stop(output.finish_reason, output.stop_reason)
                 yield named_event("content_block_stop", index=0)

@@ -14,7 +14,7 @@ from serve.api.answering.chunks import ChunkWriter, Envelope, in_intervals, text
 from serve.api.answering.generation import Job, Outputs, Tally
 from serve.api.answering.json_pieces import JsonPieces, with_scores
 from serve.api.answering.logprobs import ChatLogprobsWriter, TokenNames
-from serve.api.answering.parts import Part, text_of
+from serve.api.answering.parts import Part, reasoning_of, text_of
 from serve.api.answering.scores import ChatScores, Scores
 from serve.api.answering.streaming import DONE, error_event
 from serve.api.protocol.chat import (
@@ -40,6 +40,11 @@ class ChatAnswer:
     def streams(self) -> bool:
         """Whether it is sent while it is made."""
         return bool(self.body.stream)
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning that is told apart is also sent."""
+        return self.body.include_reasoning is not False
 
     def field_names(self) -> Mapping[str, str]:
         """The job's fields are called as they are."""
@@ -82,9 +87,14 @@ class ChatAnswer:
         ids: dict[str, Any] = {}
         if self.body.return_token_ids:
             ids["token_ids"] = choice.token_ids
+        thought: dict[str, Any] = {}
+        if (reasoning := reasoning_of(choice.parts)) and self.tells_reasoning:
+            thought = {"reasoning": reasoning, "reasoning_content": reasoning}
         return ChatChoice(
             index=index,
-            message=AssistantMessage(role="assistant", content=choice.text, refusal=None),
+            message=AssistantMessage(
+                role="assistant", content=choice.text, refusal=None, **thought
+            ),
             logprobs=None,
             finish_reason=choice.ended_by,
             stop_reason=choice.stop_reason,
@@ -117,6 +127,7 @@ class _ChoiceStream:
         self._index = index
         self._chunks = chunks
         self._begun = False
+        self._tells_reasoning = answer.tells_reasoning
         self._logprobs = answer.logprobs_writer()
 
     def events(self, parts: Sequence[Part], output: RequestOutput) -> bytes:
@@ -147,4 +158,12 @@ class _ChoiceStream:
             return ""
         if self._gives_ids:
             ids = f',"token_ids":{output.token_ids}'
-        return f'"delta":{{"content":{text_json(text_of(parts))}}},"logprobs":{logprobs}{ids}'
+        return f'"delta":{{{self._delta(parts)}}},"logprobs":{logprobs}{ids}'
+
+    def _delta(self, parts: Sequence[Part]) -> str:
+        text, reasoning = text_of(parts), reasoning_of(parts)
+        if not (reasoning and self._tells_reasoning):
+            return f'"content":{text_json(text)}'
+        thought = text_json(reasoning)
+        said = f'"content":{text_json(text)},' if text else ""
+        return f'{said}"reasoning":{thought},"reasoning_content":{thought}'

@@ -90,6 +90,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
+    include_reasoning: bool | None = None
 
 
 class TopLogprob(ResponseModel):
@@ -118,6 +119,8 @@ class AssistantMessage(ResponseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
 
 
