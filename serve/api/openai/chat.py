@@ -59,11 +59,15 @@ async def prepare(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
             "'none'.",
             param="tools",
         )
-    return await _prepare_chat(body, call)
+    return await _prepared(body, call, apart=False)
 
 
 async def _prepare_chat(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
-    """The same, with reasoning and tool calls apart from the text."""
+    return await _prepared(body, call, apart=True)
+
+
+async def _prepared(body: ChatCompletionRequest, call: Call, *, apart: bool) -> ChatAnswer:
+    """`apart`: tell reasoning and tool calls apart from the text."""
     if (body.model_extra or {}).get("echo"):
         raise Unsupported("echo belongs to /v1/completions.", param="echo")
     config = call.service.config
@@ -76,7 +80,7 @@ async def _prepare_chat(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
     job = wish.job(call, [truncated(prompt, body, call.engine)], "messages")
     return ChatAnswer(
         body=body,
-        job=await _told_apart(job, tools, call),
+        job=await _told_apart(job, tools, call) if apart else job,
         envelope=call.envelope,
         names=wish.names,
         num_top=wish.num_top,
