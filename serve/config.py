@@ -347,6 +347,9 @@ class ServerConfig:
     431."""
     max_connections: int = 16384
     """Most connections open at once; further ones are refused with 503."""
+    tool_call_parser: Literal["none", "hermes"] = "none"
+    """How the model calls tools, by vLLM's names; chat completions then take tools. A chat template
+    without a place for them gets them in words."""
     reasoning_parser: Literal["none", "deepseek_r1", "qwen3", "granite"] = "none"
     """How the model writes its reasoning, by vLLM's names; chat completions then give it apart from
     the answer, in reasoning and reasoning_content."""

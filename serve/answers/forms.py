@@ -37,17 +37,22 @@ USUAL = JsonStyle()
 def json_form(schema: Any, style: JsonStyle = USUAL, *, lenient: bool = False) -> str:
     """A document that fits a schema; `lenient` leaves out what cannot be held to. Raises
     InvalidRequest."""
-    settings: dict[str, Any] = {"coerce_one_of": False, "lenient": lenient}
-    if style.white_space is None:
-        settings |= {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-    else:
-        settings |= {"whitespace_flexible": True, "whitespace_pattern": style.white_space}
     if schema is False:
         raise InvalidRequest("the schema false admits nothing.")
     own = {} if schema is True else schema
     if style.closed:
         own = _closed(own)
-    return f"start: %json {json.dumps({**own, _SETTINGS: settings})}"
+    return f"start: %json {json.dumps({**own, _SETTINGS: settings_of(style, lenient=lenient)})}"
+
+
+def settings_of(style: JsonStyle = USUAL, *, lenient: bool = False) -> dict[str, Any]:
+    """How llguidance is to read a schema, under the key `x-guidance`."""
+    common = {"coerce_one_of": False, "lenient": lenient}
+    if style.white_space is None:
+        layout = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    else:
+        layout = {"whitespace_flexible": True, "whitespace_pattern": style.white_space}
+    return {**common, **layout}
 
 
 def object_form(style: JsonStyle = USUAL) -> str:

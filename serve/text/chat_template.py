@@ -45,6 +45,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         names = {str(node.value) for node in tree.find_all(nodes.Const)}
         self.knows_developer = "developer" in names
+        self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         self.wants_content_parts = _loops_over_content(tree) and not _tests_for_string(tree)
         self._template = environment.compile_bounded(tree)
 

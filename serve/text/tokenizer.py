@@ -22,6 +22,7 @@ from serve.text.detokenizer import Detokenizer, text_plan
 from serve.text.token_bytes import TokenBytes
 from serve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from serve.text.tokenizer_threads import TokenizerThreads
+from serve.text.tool_prompt import told_in_words
 
 MAX_CHARS_PER_TOKEN = 32
 """Generous: prose has about 4, code 3. A text with more on average than this is refused unread."""
@@ -132,6 +133,8 @@ class Tokenizer:
         def work() -> list[int]:
             template = self._template(chat_template, has_tools=bool(tools))
             plain = for_template(messages, template)
+            if tools and not template.knows_tools:
+                plain = told_in_words(plain, tools)
             render = self._render_open if continue_final_message else self._render
             text = render(template, plain, variables)
             self.check_length(text, "messages")

@@ -20,7 +20,6 @@ from serve.api.answering.parts import Part, Piece
 from serve.api.protocol.common import StreamOptions
 from serve.engine.async_engine import AsyncEngine
 from serve.engine.outputs import RequestOutput, joined
-from serve.messages import FinishReason
 
 text_json = encode_basestring_ascii
 """A text as ASCII JSON."""
@@ -95,12 +94,12 @@ class ChunkWriter:
         return event.encode("ascii")
 
     def last_chunk(
-        self, index: int, payload: str, reason: FinishReason, stop_reason: str | int | None
+        self, index: int, payload: str, reason: str, stop_reason: str | int | None
     ) -> bytes:
         """The one chunk of a choice that says why it ended."""
         event = (
             f'{self._head}"choices":[{{"index":{index},{payload},'
-            f'"finish_reason":"{reason.value}","stop_reason":{json.dumps(stop_reason)}}}]'
+            f'"finish_reason":"{reason}","stop_reason":{json.dumps(stop_reason)}}}]'
             f"{self._usage()}}}\n\n"
         )
         return event.encode("ascii")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve.api.errors import MissingField, Unsupported
@@ -15,7 +15,11 @@ _TURN = 256  # messages that are looked at before others are served
 
 
 async def conversation_ids(
-    messages: Sequence[Message], fields: TemplateFields, tokenizer: Tokenizer, config: ServerConfig
+    messages: Sequence[Message],
+    fields: TemplateFields,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The conversation, rendered and tokenized.
 
@@ -35,6 +39,7 @@ async def conversation_ids(
         continue_final_message=continues,
         chat_template=fields.chat_template,
         template_kwargs=_template_kwargs(fields),
+        tools=tools,
     )
 
 

@@ -52,8 +52,9 @@ class Job:
     timeout_s: float | None = None  # for beginning
     client: Client = Client()  # noqa: RUF009 (frozen)
     relaxed: tuple[str, ...] = ()  # keywords of its schema that the answer is not held to
-    reasoning: AnswerFormat | None = None  # how the model's reasoning is told apart
+    form: AnswerFormat | None = None  # how the model writes reasoning and calls, to tell apart
     in_reasoning: bool = False  # the prompt has opened it
+    tools: tuple[str, ...] = ()  # that may be called
     gathers: bool = True  # the answer is put together before it is sent
     prompt_field: str = "prompt"  # what the API calls the prompt; a chat's answer is a new text
     limit_field: str = "max_tokens"  # what it calls the most tokens of the answer
@@ -125,8 +126,10 @@ class Outputs:
         self._alone = streams[0]  # read directly: this is the path of nearly every request
         self._merged = _merged(streams, self._leader_of) if len(streams) > 1 else None
         self._readers: list[AnswerReader] = []
-        if (form := job.reasoning) is not None:
-            self._readers = [AnswerReader(form, (), in_reasoning=job.in_reasoning) for _ in streams]
+        if (form := job.form) is not None:
+            self._readers = [
+                AnswerReader(form, job.tools, in_reasoning=job.in_reasoning) for _ in streams
+            ]
         self._unfinished = len(streams)
         self._started_at = time.monotonic()
         self._closed = False

@@ -1,21 +1,21 @@
 """What an answer consists of. The writers of every API are given parts, and never raw output.
 
-A part is text, or reasoning where the server tells it apart (`--reasoning-parser`). A kind that
-joins them (a tool call's name or arguments) is a class of its own among `Part`.
+A part is text; where the server tells them apart, also reasoning (`--reasoning-parser`) and what a
+tool call is made of (`--tool-call-parser`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve.answers.events import AnswerEvent, Content, Reasoning
+from serve.answers.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from serve.answers.reader import AnswerReader
 from serve.engine.outputs import RequestOutput
 
 Text = str
 """Words of the answer; those that follow each other are one text. A plain string, because there is
 one for every token: any class around it takes 0.3 to 0.6 µs to make."""
-Part = Text | Reasoning
+Part = Text | Reasoning | CallBegun | CallArguments | CallEnded
 Piece = tuple[int, Sequence[Part], RequestOutput]
 """A choice's index, what it gained, and the output that this came with: its tokens, their
 log-probabilities, and the end."""
@@ -27,16 +27,11 @@ def parts_of(output: RequestOutput) -> Sequence[Part]:
 
 
 def read_parts(reader: AnswerReader, output: RequestOutput) -> Sequence[Part]:
-    """The same, with reasoning told apart."""
+    """The same, with reasoning and calls told apart."""
     said = reader.push(output.text) if output.text else []
     if output.finish_reason is not None:
         said += reader.finish()
-    return [event if isinstance(event, Reasoning) else _text(event) for event in said]
-
-
-def _text(event: AnswerEvent) -> Text:
-    assert isinstance(event, Content), "no tools are given to the reader"
-    return event.text
+    return [event.text if isinstance(event, Content) else event for event in said]
 
 
 def text_of(parts: Sequence[Part]) -> str:

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve.answers.format import AnswerFormat
-from serve.answers.known import REASONING
+from serve.answers.known import CALLS, REASONING
 from serve.api.answering.conversation import conversation_ids
 from serve.api.answering.convert import Limit, LogprobWish, capped_logprobs, truncated, wishes
 from serve.api.answering.endpoint import Call, Endpoint, json_response, openai_caller, rendered
 from serve.api.answering.generation import Job
+from serve.api.answering.tools import AskedTools, asked_tools
 from serve.api.errors import Unsupported
 from serve.api.openai.chat_answer import ChatAnswer
 from serve.api.openapi import ERROR_RESPONSES, request_body
@@ -50,37 +51,61 @@ def chat_routes(service: Service) -> APIRouter:
     return router
 
 
-async def prepare(
-    body: ChatCompletionRequest, call: Call, *, tells_reasoning_apart: bool = False
-) -> ChatAnswer:
-    """Validate everything, render and tokenize. Raises RequestError."""
-    _refuse_tools(body)
-    field = _limit_field(body)
-    limit = Limit(field, getattr(body, field), least=1)
-    wish = await wishes(body, call, limit, _logprob_wish(body, call))
-    prompt = await conversation_ids(body.messages, body, call.engine.tokenizer, call.service.config)
-    job = wish.job(call, [truncated(prompt, body, call.engine)], "messages")
-    return ChatAnswer(
-        body=body,
-        job=await _with_reasoning(job, call) if tells_reasoning_apart else job,
-        envelope=call.envelope,
-        names=wish.names,
-        num_top=wish.num_top,
-    )
+async def prepare(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
+    """Validate everything, render and tokenize; the answer will be text. Raises RequestError."""
+    if body.tools and body.tool_choice != "none":
+        raise Unsupported(
+            "tools are taken by /v1/chat/completions only; leave them out, or set tool_choice to "
+            "'none'.",
+            param="tools",
+        )
+    return await _prepared(body, call, apart=False)
 
 
 async def _prepare_chat(body: ChatCompletionRequest, call: Call) -> ChatAnswer:
-    return await prepare(body, call, tells_reasoning_apart=True)
+    return await _prepared(body, call, apart=True)
 
 
-async def _with_reasoning(job: Job, call: Call) -> Job:
-    """The job, whose answer's reasoning is told apart if the server knows how it is written."""
-    markers = REASONING.get(call.service.config.reasoning_parser)
-    if markers is None or job.sampling.grammar is not None:  # a form leaves no room for it
+async def _prepared(body: ChatCompletionRequest, call: Call, *, apart: bool) -> ChatAnswer:
+    """`apart`: tell reasoning and tool calls apart from the text."""
+    if (body.model_extra or {}).get("echo"):
+        raise Unsupported("echo belongs to /v1/completions.", param="echo")
+    config = call.service.config
+    tools = await asked_tools(body, config)
+    field = _limit_field(body)
+    limit = Limit(field, getattr(body, field), least=1)
+    wish = await wishes(body, call, limit, _logprob_wish(body, call))
+    told = body.tools if tools is not None else None
+    prompt = await conversation_ids(body.messages, body, call.engine.tokenizer, config, told)
+    job = wish.job(call, [truncated(prompt, body, call.engine)], "messages")
+    return ChatAnswer(
+        body=body,
+        job=await _told_apart(job, tools, call) if apart else job,
+        envelope=call.envelope,
+        names=wish.names,
+        num_top=wish.num_top,
+        names_tool=tools is not None and tools.is_named,
+    )
+
+
+async def _told_apart(job: Job, tools: AskedTools | None, call: Call) -> Job:
+    """The job, of whose answer reasoning and calls are told apart as far as the server knows how
+    the model writes them."""
+    config, sampling = call.service.config, job.sampling
+    markers = None
+    if sampling.grammar is None:  # another form leaves no room for reasoning
+        markers = REASONING.get(config.reasoning_parser)
+    if markers is None and tools is None:
         return job
-    form = AnswerFormat(reasoning=markers)
+    calls = None
+    if tools is not None:
+        calls = CALLS[config.tool_call_parser]
+        job = replace(job, tools=tools.names, sampling=replace(sampling, grammar=tools.grammar))
+    form = AnswerFormat(reasoning=markers, calls=calls)
     tail = await call.engine.tokenizer.decode(job.prompts[0][-_TAIL:], skip_special_tokens=False)
-    return replace(job, reasoning=form, in_reasoning=form.begins_in_reasoning(tail))
+    must_call = tools is not None and tools.must_call
+    opened = form.begins_in_reasoning(tail) and not must_call
+    return replace(job, form=form, in_reasoning=opened)
 
 
 def _limit_field(body: ChatCompletionRequest) -> str:
@@ -95,15 +120,3 @@ def _logprob_wish(body: ChatCompletionRequest, call: Call) -> LogprobWish:
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param=field)
     return LogprobWish(field, (num_top or 0) if body.logprobs else None)
-
-
-def _refuse_tools(body: ChatCompletionRequest) -> None:
-    if body.tools and body.tool_choice != "none":
-        raise Unsupported(
-            "Tool calling is not supported; leave tools out, or set tool_choice to 'none'.",
-            param="tools",
-        )
-    if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
-    if (body.model_extra or {}).get("echo"):
-        raise Unsupported("echo belongs to /v1/completions.", param="echo")

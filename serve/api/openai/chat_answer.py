@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from serve.answers.events import CallArguments, CallBegun, CallEnded
 from serve.api.answering.choices import Choice
 from serve.api.answering.chunks import ChunkWriter, Envelope, in_intervals, text_json
 from serve.api.answering.generation import Job, Outputs, Tally
@@ -17,6 +18,7 @@ from serve.api.answering.logprobs import ChatLogprobsWriter, TokenNames
 from serve.api.answering.parts import Part, reasoning_of, text_of
 from serve.api.answering.scores import ChatScores, Scores
 from serve.api.answering.streaming import DONE, error_event
+from serve.api.answering.tools import call_delta, calls_of, ends_in_calls
 from serve.api.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -24,6 +26,8 @@ from serve.api.protocol.chat import (
     ChatCompletionRequest,
 )
 from serve.engine.outputs import RequestOutput
+
+_CALL_PARTS = (CallBegun, CallArguments, CallEnded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class ChatAnswer:
     envelope: Envelope
     names: TokenNames
     num_top: int | None  # `top_logprobs`, if logprobs are wanted
+    names_tool: bool = False  # the request says which tool to call
 
     @property
     def streams(self) -> bool:
@@ -45,6 +50,10 @@ class ChatAnswer:
     def tells_reasoning(self) -> bool:
         """Whether reasoning that is told apart is also sent."""
         return self.body.include_reasoning is not False
+
+    def ends_with_calls(self, parts: Sequence[Part], ended_by: str) -> bool:
+        """Whether an answer of these parts ended because it calls tools."""
+        return ended_by == "stop" and not self.names_tool and ends_in_calls(parts)
 
     def field_names(self) -> Mapping[str, str]:
         """The job's fields are called as they are."""
@@ -90,13 +99,18 @@ class ChatAnswer:
         thought: dict[str, Any] = {}
         if (reasoning := reasoning_of(choice.parts)) and self.tells_reasoning:
             thought = {"reasoning": reasoning, "reasoning_content": reasoning}
+        content: str | None = choice.text
+        ended_by = choice.ended_by
+        if self.job.tools and (calls := calls_of(choice.parts)):
+            thought["tool_calls"] = calls
+            content = content or None
+            if self.ends_with_calls(choice.parts, ended_by):
+                ended_by = "tool_calls"
         return ChatChoice(
             index=index,
-            message=AssistantMessage(
-                role="assistant", content=choice.text, refusal=None, **thought
-            ),
+            message=AssistantMessage(role="assistant", content=content, refusal=None, **thought),
             logprobs=None,
-            finish_reason=choice.ended_by,
+            finish_reason=ended_by,
             stop_reason=choice.stop_reason,
             **ids,
         )
@@ -127,18 +141,31 @@ class _ChoiceStream:
         self._index = index
         self._chunks = chunks
         self._begun = False
-        self._tells_reasoning = answer.tells_reasoning
+        self._answer = answer
+        self._calls: list[Part] = []  # what was said of calls, where there are tools
         self._logprobs = answer.logprobs_writer()
 
     def events(self, parts: Sequence[Part], output: RequestOutput) -> bytes:
         """The events a piece amounts to; none if there is nothing to say yet."""
         events = b""
+        if self._answer.job.tools:
+            calls = [part for part in parts if isinstance(part, _CALL_PARTS)]
+            parts = [part for part in parts if not isinstance(part, _CALL_PARTS)]
+            self._calls += calls
+        else:
+            calls = []
         if payload := self._payload(parts, output):
             events = self._chunks.chunk(self._index, payload)
+        for part in calls:
+            if (delta := call_delta(part)) is not None:
+                payload = f'"delta":{{"tool_calls":[{json.dumps(delta)}]}},"logprobs":null'
+                events += self._chunks.chunk(self._index, payload)
         if output.finish_reason is not None:
-            events += self._chunks.last_chunk(
-                self._index, '"delta":{},"logprobs":null', output.finish_reason, output.stop_reason
-            )
+            reason = output.finish_reason.value
+            if self._calls and self._answer.ends_with_calls(self._calls, reason):
+                reason = "tool_calls"
+            payload = '"delta":{},"logprobs":null'
+            events += self._chunks.last_chunk(self._index, payload, reason, output.stop_reason)
         if events and not self._begun:
             self._begun = True
             events = self._chunks.chunk(self._index, self._role_payload()) + events
@@ -162,7 +189,7 @@ class _ChoiceStream:
 
     def _delta(self, parts: Sequence[Part]) -> str:
         text, reasoning = text_of(parts), reasoning_of(parts)
-        if not (reasoning and self._tells_reasoning):
+        if not (reasoning and self._answer.tells_reasoning):
             return f'"content":{text_json(text)}'
         thought = text_json(reasoning)
         said = f'"content":{text_json(text)},' if text else ""

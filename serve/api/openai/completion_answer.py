@@ -119,7 +119,9 @@ class CompletionAnswer:
                 await choices[index].note(output)
             payload = choices[index].payload(parts, output)
             if output.finish_reason is not None:
-                yield chunks.last_chunk(index, payload, output.finish_reason, output.stop_reason)
+                yield chunks.last_chunk(
+                    index, payload, output.finish_reason.value, output.stop_reason
+                )
             elif payload:
                 yield chunks.chunk(index, payload)
         yield chunks.figures_chunk() + DONE

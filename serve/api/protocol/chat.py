@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -91,6 +91,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     include_reasoning: bool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TopLogprob(ResponseModel):
@@ -118,7 +119,8 @@ class AssistantMessage(ResponseModel):
     """What the model said."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[dict[str, Any]] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None

@@ -47,7 +47,7 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-FinishedBy = Literal["stop", "length", "repetition"]
+FinishedBy = Literal["stop", "length", "repetition", "tool_calls"]
 """`finish_reason`; "repetition" only for those who ask for repetition_detection."""
 
 

@@ -1,0 +1,171 @@
+"""A request's tools and which of them may be called; what was called, as the API writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from serve.answers.check import Verdicts
+from serve.answers.events import CallArguments, CallBegun, CallEnded
+from serve.answers.known import CALLS
+from serve.answers.schemas import check_schema
+from serve.answers.tools import Tool, ToolWish, calls_form
+from serve.api.answering.parts import Part
+from serve.api.errors import Unsupported
+from serve.api.protocol.chat import ChatCompletionRequest
+from serve.config import ServerConfig
+from serve.errors import InvalidRequest
+from serve.sampling_params import Grammar
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_verdicts = Verdicts()
+
+
+class AskedTools(NamedTuple):
+    """The names that may be called, and the grammar that holds the answer to it. `is_named`: the
+    request names the one to call, and its answer then ends with "stop" as OpenAI's does."""
+
+    names: tuple[str, ...]
+    grammar: Grammar
+    is_named: bool
+    must_call: bool
+
+
+async def asked_tools(body: ChatCompletionRequest, config: ServerConfig) -> AskedTools | None:
+    """None where nothing may be called. Raises InvalidRequest, naming the field."""
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
+        return None
+    if choice == "none":
+        return None
+    if config.tool_call_parser == "none":
+        raise Unsupported(
+            "This server is not told how its model calls tools (--tool-call-parser); leave tools "
+            "out, or set tool_choice to 'none'.",
+            param="tools",
+        )
+    if body.response_format is not None or body.structured_outputs is not None:
+        raise Unsupported("tools and a form of the answer exclude each other.", param="tools")
+    # Large schemas take long, which nobody else shall wait for.
+    return await asyncio.to_thread(_asked, body.tools, choice, body, config)
+
+
+def _asked(
+    listed: Sequence[Any], choice: Any, body: ChatCompletionRequest, config: ServerConfig
+) -> AskedTools:
+    if len(listed) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"tools has {len(listed)} entries, at most {MAX_TOOLS}.", param="tools"
+        )
+    tools = [_tool(tool, f"tools.{i}", config) for i, tool in enumerate(listed)]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tools must have different names.", param="tools")
+    mode, allowed = _choice(choice, names)
+    chosen = [tool for tool in tools if tool.name in allowed]
+    wish = ToolWish(
+        chosen, mode != "auto", body.parallel_tool_calls is not False and mode != "named"
+    )
+    text = calls_form(CALLS[config.tool_call_parser], wish)
+    fault = _verdicts.of(text).error
+    if fault is not None:
+        raise InvalidRequest(f"tools cannot be held to: {fault}.", param="tools")
+    return AskedTools(
+        tuple(tool.name for tool in chosen), Grammar(text=text), mode == "named", wish.must_call
+    )
+
+
+def _tool(tool: Any, path: str, config: ServerConfig) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
+        raise InvalidRequest(
+            f"{path} must be {{'type': 'function', 'function': {{…}}}}.", param=path
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise InvalidRequest(
+            f"{path}.function.name must have 1 to 64 letters, digits, '_', '-' or '.'.",
+            param=f"{path}.function.name",
+        )
+    schema = function.get("parameters")
+    field = f"{path}.function.parameters"
+    if schema is None:
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{field} must be a JSON schema: an object.", param=field)
+    strict = bool(function.get("strict")) or config.strict_schemas
+    checked = check_schema(schema, field, strict=strict, max_bytes=config.max_schema_bytes)
+    kept = checked.schema if isinstance(checked.schema, dict) else {}
+    return Tool(name, {"type": "object", **kept}, lenient=not strict)
+
+
+def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The mode (auto, required or named), and the names that may be called."""
+    if choice in (None, "auto", "required"):
+        return choice or "auto", names
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return "named", [_known(choice.get("function"), names, "tool_choice.function")]
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        field = "tool_choice.allowed_tools"
+        if isinstance(allowed, Mapping) and allowed.get("mode") in ("auto", "required"):
+            tools = allowed.get("tools")
+            if isinstance(tools, list) and tools:
+                listed = [
+                    tool.get("function") if isinstance(tool, dict) else None for tool in tools
+                ]
+                return allowed["mode"], [_known(function, names, field) for function in listed]
+        raise InvalidRequest(f"{field} must have a mode and tools.", param=field)
+    raise InvalidRequest(
+        "tool_choice must be 'none', 'auto', 'required', or name a function.", param="tool_choice"
+    )
+
+
+def _known(function: Any, names: Sequence[str], field: str) -> str:
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if name not in names:
+        raise InvalidRequest(f"{field} must name one of tools.", param=field)
+    return str(name)
+
+
+# ---------------------------------------------------------------------------- what was called
+
+
+def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The calls among a whole answer's parts, in chat's shape."""
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, CallBegun):
+            calls.append(_begun(part))
+        elif isinstance(part, CallArguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    return calls
+
+
+def call_delta(part: Part) -> dict[str, Any] | None:
+    """What a part adds to a stream's calls."""
+    if isinstance(part, CallBegun):
+        return {"index": part.index, **_begun(part)}
+    if isinstance(part, CallArguments):
+        return {"index": part.index, "function": {"arguments": part.text}}
+    return None
+
+
+def ends_in_calls(parts: Sequence[Part]) -> bool:
+    """Whether there are calls, and each of them is whole."""
+    begun = sum(isinstance(part, CallBegun) for part in parts)
+    return 0 < begun == sum(isinstance(part, CallEnded) for part in parts)
+
+
+def _begun(part: CallBegun) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": part.name, "arguments": ""},
+    }
