@@ -339,7 +339,6 @@ def test_a_change_from_outside_is_seen(line: str) -> None:
 LONG_FILES = {
     "config": "every setting with its help text, in one place: cut in two, one would look in both",
     "scheduler.request": "a request and every change to it: it is changed in no other file",
-    "kernels.triton.sampling": "kernels that share their loops over the vocabulary",
 }
 
 

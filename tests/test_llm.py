@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.errors import ConfigError, EngineDead, InvalidRequest, PromptTooLong
 from serve.llm import engine_config
+from serve.worker import local_executor
+from serve.worker.worker import Worker
 from tests.e2e.tiny_model import save_tiny_model
 
 SETTINGS = {"device": "cpu", "attention_backend": "reference", "cpu_threads": 1, "max_num_seqs": 8}
@@ -172,3 +176,31 @@ def test_importing_serve_is_cheap() -> None:
     code = "import sys, serve; serve.__version__; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert printed.stdout == b"False\n"
+
+
+def test_a_second_llm_starts_without_the_collector_when_the_first_is_gone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that the first one fills, the second starts only if nothing waits for it."""
+    made: list[weakref.ref[Worker]] = []
+
+    def make_worker(config: EngineConfig, path: Path) -> Worker:
+        assert [ref() for ref in made] == [None] * len(made), "an earlier model is still in memory"
+        worker = Worker(config, path)
+        made.append(weakref.ref(worker))
+        return worker
+
+    monkeypatch.setattr(local_executor, "Worker", make_worker)
+    gc.collect()
+    gc.disable()
+    try:
+        answers = []
+        for _ in range(2):
+            with LLM(str(model), **SETTINGS) as llm:
+                answers.append(llm.generate(["one"], GREEDY)[0].token_ids)
+                assert made[-1]() is not None
+            assert made[-1]() is None
+    finally:
+        gc.enable()
+    assert len(made) == 2
+    assert answers[0] == answers[1]

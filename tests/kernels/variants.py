@@ -22,7 +22,11 @@ from serve.kernels.triton.matmul import matmul_kernel
 from serve.kernels.triton.norm import add_rms_norm_kernel, rms_norm_kernel
 from serve.kernels.triton.penalties import penalize_kernel
 from serve.kernels.triton.rope import rotary_kernel
-from serve.kernels.triton.sampling import choose_kernel, scan_pieces_kernel, tile_maxima_kernel
+from serve.kernels.triton.sampling_kernels import (
+    choose_kernel,
+    scan_pieces_kernel,
+    tile_maxima_kernel,
+)
 from serve.kernels.triton.tiles import Tile, load_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
