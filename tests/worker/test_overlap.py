@@ -7,12 +7,14 @@ steps changes an answer.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
 from serve.engine.core import NO_MEMORY, EngineCore
+from serve.kv_cache.block_copy import BlockCopy
 from serve.kv_cache.manager import KVCacheManager
 from serve.messages import AddRequest, FinishReason, TokenDelta
 from serve.sampling_params import SamplingParams
@@ -48,6 +50,7 @@ class RunnerExecutor:
         copy = self.stand.storage.copy
         if number in self.bad_copies:
             self.stand.storage.copy = self._break  # type: ignore[method-assign]
+            plan = replace(plan, copy=[*plan.copy, BlockCopy(0, 0)])  # so that there is one
         try:
             return self.stand.runner.forward(plan)
         finally:
