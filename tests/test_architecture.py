@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"checkpoint"},
     "answers": {"text"},
     "link": set(),
-    "engine": {"scheduler", "kv_cache", "worker", "text", "link", "checkpoint", "logs"},
+    "engine": {"scheduler", "kv_cache", "worker", "text", "answers", "link", "checkpoint", "logs"},
     "settings_file": set(),
     "http_protocol": set(),
     "api": {"engine", "text", "answers", "settings_file"},

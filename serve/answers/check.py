@@ -44,6 +44,16 @@ class Verdicts:
         return verdict
 
 
+VERDICTS = Verdicts()
+"""Those of this process."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether llguidance has failed in itself: Rust's panics come as an exception of a type that
+    cannot be imported, outside Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def keywords_of(warnings: tuple[str, ...]) -> list[str]:
     """The keywords of a schema that warnings say are not held to."""
     lists = [found for warning in warnings for found in _UNKNOWN.findall(warning)]
@@ -56,8 +66,8 @@ def _judge(grammar: str) -> Verdict:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None)
     except ValueError as error:
         return Verdict(str(error), ())
-    except BaseException as error:  # a panic, whose type cannot be imported
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not is_panic(error):
             raise
         return Verdict("it cannot be compiled.", ())
     if is_error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,30 +43,26 @@ AnswerEvent: TypeAlias = Reasoning | Content | CallBegun | CallArguments | CallE
 
 @dataclass(frozen=True, slots=True)
 class Call:
+    """A call put together; `whole` unless a limit cut it short."""
+
     name: str
     arguments: str
     whole: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """All that a reader said, joined."""
-
-    reasoning: str
-    content: str
-    calls: tuple[Call, ...]
-
-
-def joined(events: list[AnswerEvent]) -> Answer:
-    """A whole answer is its stream put together: there is no second way to read one."""
-    begun = [event for event in events if isinstance(event, CallBegun)]
-    pieces: dict[int, list[str]] = {event.index: [] for event in begun}
-    for event in events:
-        if isinstance(event, CallArguments):
-            pieces[event.index].append(event.text)
-    ended = {event.index for event in events if isinstance(event, CallEnded)}
-    return Answer(
-        "".join(event.text for event in events if isinstance(event, Reasoning)),
-        "".join(event.text for event in events if isinstance(event, Content)),
-        tuple(Call(c.name, "".join(pieces[c.index]), c.index in ended) for c in begun),
-    )
+def calls_among(said: Iterable[object]) -> tuple[Call, ...]:
+    """The calls in what was said, each put together of its pieces."""
+    names: list[str] = []
+    pieces: list[list[str]] = []
+    ended: set[int] = set()
+    for event in said:
+        match event:
+            case CallBegun(_, name):
+                names.append(name)
+                pieces.append([])
+            case CallArguments(index, text):
+                pieces[index].append(text)
+            case CallEnded(index):
+                ended.add(index)
+    each = enumerate(zip(names, pieces, strict=True))
+    return tuple(Call(name, "".join(texts), index in ended) for index, (name, texts) in each)

@@ -21,7 +21,8 @@ CALLS: Final = {
         section_close="<｜tool▁calls▁end｜>",
     ),
 }
-"""For `--tool-call-parser`."""
+"""Of these `--tool-call-parser` offers hermes. The markers of the others have not been held against
+their models' templates; until they are, only the reader's tests go by them."""
 
 REASONING: Final = {
     "deepseek_r1": Markers("<think>", "</think>"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from serve.config import CacheConfig, EngineConfig
 from serve.engine.core import EngineCore, Inbox, Outbox
 from serve.engine.grammar.grammars import Grammars
-from serve.engine.grammar.vocabulary import Vocabulary, model_vocabulary
+from serve.engine.grammar.vocabulary import Vocabulary, model_vocabulary, no_vocabulary
 from serve.engine.inspect.trace import TraceFile
 from serve.engine.prefix_file import PrefixFile
 from serve.errors import ConfigError
@@ -110,9 +110,8 @@ def core_over(
     path = scheduling.trace_file
     trace = None if path is None else TraceFile(Path(path).expanduser(), scheduler.view())
     prefix_file = _prefix_file(config.cache, kv, archive)
-    grammars = None
-    if vocabulary_of is not None:
-        grammars = Grammars(vocabulary_of(worker.vocab_size), worker.vocab_size)
+    vocabulary = no_vocabulary if vocabulary_of is None else vocabulary_of(worker.vocab_size)
+    grammars = Grammars(vocabulary, worker.vocab_size)
     core = EngineCore(scheduler, executor, inbox, outbox, depth, trace, prefix_file, grammars)
     return core, ready
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.engine.grammar.grammars import Grammars
+from serve.engine.grammar.vocabulary import no_vocabulary
 from serve.engine.health import Supervisor
 from serve.engine.inspect.controls import Controls
 from serve.engine.inspect.step_log import OpenStep, StepLog
@@ -100,7 +101,7 @@ class EngineCore:
         self._stopping = False
         self._stopped = False
         self._supervisor = Supervisor(scheduler, executor)
-        self._grammars = grammars
+        self._grammars = Grammars(no_vocabulary, 0) if grammars is None else grammars
         self._last_stats: EngineStats | None = None
 
     def run(self) -> None:
@@ -130,8 +131,7 @@ class EngineCore:
     def close(self) -> None:
         """Free the device, and end the trace."""
         self.executor.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._grammars.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -141,7 +141,7 @@ class EngineCore:
             self._in_flight
             or self._refused
             or self.scheduler.has_work()
-            or (self._grammars is not None and self._grammars.num_compiling)
+            or self._grammars.num_compiling
         )
 
     def handle(self, message: ToEngine) -> None:
@@ -151,8 +151,7 @@ class EngineCore:
                 self._add(message)
             case AbortRequests(request_ids, reason):
                 self.scheduler.abort(request_ids)
-                if self._grammars is not None:
-                    self._grammars.forget(request_ids)
+                self._grammars.forget(request_ids)
                 self.log.aborted(request_ids, reason)
             case Control():
                 self.outbox.send(self._controls.answer(message))
@@ -165,13 +164,13 @@ class EngineCore:
         expired = self.scheduler.expire()
         if expired:
             self.log.told(expired)
-        if self._grammars is not None and self._grammars.num_compiling:
-            self._queue_compiled(self._grammars)
+        if self._grammars.num_compiling:
+            self._queue_compiled()
         deltas, self._refused = self._refused + expired, []
         launched = self._launch(deltas)
         if self._in_flight and (len(self._in_flight) == self.depth or not launched):
             deltas += self._retire(*self._in_flight.popleft())
-        if self._grammars is not None and self._grammars.num_followed:
+        if self._grammars.num_followed:
             self._grammars.forget(d.request_id for d in deltas if d.finish_reason is not None)
         return deltas
 
@@ -196,16 +195,14 @@ class EngineCore:
             self._refuse(message, "the server is shutting down.")
         elif message.sampling.grammar is None:
             self._queue(message)
-        elif self._grammars is not None:
-            self._grammars.begin(message)
         else:
-            self._refuse(message, "this engine knows no grammars.")
+            self._grammars.begin(message)
 
-    def _queue_compiled(self, grammars: Grammars) -> None:
+    def _queue_compiled(self) -> None:
         """Queue the requests whose grammars are ready; the others keep waiting for theirs."""
         if not (self._in_flight or self._refused or self.scheduler.has_work()):
-            grammars.wait(COMPILE_POLL_S)
-        for message, error in grammars.compiled():
+            self._grammars.wait(COMPILE_POLL_S)
+        for message, error in self._grammars.compiled():
             if error is None:
                 self._queue(message)
             else:
@@ -242,7 +239,7 @@ class EngineCore:
     def _execute(self, plan: SchedulerOutput, deltas: list[TokenDelta]) -> PendingTokens:
         try:
             launch = self.executor.forward(plan)
-            if self._grammars is None or not self._grammars.concern(plan):
+            if not self._grammars.concern(plan):
                 return launch.sample(None)
             # What a grammar allows follows from the tokens before, which are waited for while this
             # step's forward pass runs.
@@ -264,8 +261,7 @@ class EngineCore:
         known = self.scheduler.clock()
         if plan.scheduled and self._supervisor.failures_in_a_row:  # giving back rows proves nothing
             self._supervisor.succeeded()
-        over = self._grammars.advance(plan, result) if self._grammars is not None else ()
-        deltas = self.scheduler.update(plan, result, over)
+        deltas = self.scheduler.update(plan, result, self._grammars.advance(plan, result))
         self.log.retired(step, known, deltas)
         return deltas
 

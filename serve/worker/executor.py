@@ -32,6 +32,14 @@ class WorkerInfo:
     depth: int = 1  # steps that may be out at once, if nobody asks for another number
 
 
+MASK_WORD_BITS = 32
+
+
+def words_for(vocab_size: int) -> int:
+    """Words of a mask that have a bit for every token."""
+    return -(-vocab_size // MASK_WORD_BITS)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenMask:
     """Which tokens some positions of a step may draw; the others may draw any."""

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.answers.events import Answer, AnswerEvent, Call, CallArguments, CallBegun, joined
+from serve.answers.events import (
+    AnswerEvent,
+    Call,
+    CallArguments,
+    CallBegun,
+    Content,
+    Reasoning,
+    calls_among,
+)
 from serve.answers.format import AnswerFormat, CallFormat, Markers
 from serve.answers.known import CALLS, REASONING
 from serve.answers.reader import AnswerReader
 
 TOOLS = ("now", "write", "add")
 HERMES = AnswerFormat(REASONING["qwen3"], CALLS["hermes"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a reader said, joined."""
+
+    reasoning: str
+    content: str
+    calls: tuple[Call, ...]
+
+
+def joined(events: list[AnswerEvent]) -> Answer:
+    """A whole answer is its stream put together: there is no second way to read one."""
+    return Answer(
+        "".join(event.text for event in events if isinstance(event, Reasoning)),
+        "".join(event.text for event in events if isinstance(event, Content)),
+        calls_among(events),
+    )
 
 
 def events_of(

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from serve.answers.check import Verdicts, keywords_of
+from serve.answers.check import VERDICTS, keywords_of
 from serve.answers.forms import (
+    USUAL,
     JsonStyle,
     choice_form,
     grammar_form,
@@ -37,7 +38,7 @@ _OLD_NAMES = {
     "ebnf": "grammar",
     "grammar": "grammar",
 }
-_verdicts = Verdicts()
+_FIELDS = frozenset({"response_format", "structured_outputs", *_OLD_NAMES})
 
 
 class _Wish(NamedTuple):
@@ -46,7 +47,7 @@ class _Wish(NamedTuple):
     field: str
     kind: str  # json, json_object, regex, choice or grammar
     value: Any
-    style: JsonStyle = JsonStyle()
+    style: JsonStyle = USUAL
     strict: bool = True
 
 
@@ -59,6 +60,8 @@ class Form(NamedTuple):
 
 async def asked_form(body: GenerationRequest, config: ServerConfig) -> Form | None:
     """The form, checked; None if any text will do. Raises InvalidRequest, naming the field."""
+    if body.model_fields_set.isdisjoint(_FIELDS):
+        return None  # nearly every request
     found = [*_from_response_format(body.response_format), *_from_structured_outputs(body)]
     found += _from_old_names(body)
     if not found:
@@ -84,12 +87,12 @@ def _form(wish: _Wish, config: ServerConfig) -> Form:
         text = _text(wish, lenient=False)
     except InvalidRequest as error:
         raise InvalidRequest(f"{wish.field}: {error}", param=wish.field) from error
-    fault = _verdicts.of(text).error
+    fault = VERDICTS.of(text).error
     if fault is None:
         return _told(wish, text, relaxed)
     if wish.kind == "json" and not strict:
         lenient = _text(wish, lenient=True)
-        verdict = _verdicts.of(lenient)
+        verdict = VERDICTS.of(lenient)
         if verdict.error is None:
             return _told(wish, lenient, (*relaxed, *_places(wish.value, verdict.warnings)))
         fault = verdict.error
@@ -201,7 +204,7 @@ def _given(wanted: StructuredOutputs) -> dict[str, Any]:
 
 
 def _style(wanted: StructuredOutputs) -> JsonStyle:
-    white_space = JsonStyle().white_space
+    white_space = USUAL.white_space
     if wanted.whitespace_pattern is not None:
         white_space = wanted.whitespace_pattern
     if wanted.disable_any_whitespace:
@@ -213,9 +216,9 @@ def _from_old_names(body: GenerationRequest) -> list[_Wish]:
     """vLLM's before, llama.cpp's and SGLang's. Empty texts and null ask nothing."""
     values = {name: getattr(body, name) for name in _OLD_NAMES}
     return [
-        _wish(name, _OLD_NAMES[name], value, JsonStyle())
+        _wish(name, _OLD_NAMES[name], value, USUAL)
         for name, value in values.items()
-        if value not in (None, "", [], {}) or (value == {} and name != "grammar")
+        if value not in (None, "", [])
     ]
 
 

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from serve.answers.check import Verdicts
-from serve.answers.events import CallArguments, CallBegun, CallEnded
+from serve.answers.check import VERDICTS
+from serve.answers.events import CallArguments, CallBegun, calls_among
 from serve.answers.known import CALLS
 from serve.answers.schemas import check_schema
 from serve.answers.tools import Tool, ToolWish, calls_form
@@ -22,7 +22,6 @@ from serve.sampling_params import Grammar
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_verdicts = Verdicts()
 
 
 class AskedTools(NamedTuple):
@@ -73,7 +72,7 @@ def _asked(
         chosen, mode != "auto", body.parallel_tool_calls is not False and mode != "named"
     )
     text = calls_form(CALLS[config.tool_call_parser], wish)
-    fault = _verdicts.of(text).error
+    fault = VERDICTS.of(text).error
     if fault is not None:
         raise InvalidRequest(f"tools cannot be held to: {fault}.", param="tools")
     return AskedTools(
@@ -139,19 +138,13 @@ def _known(function: Any, names: Sequence[str], field: str) -> str:
 
 def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """The calls among a whole answer's parts, in chat's shape."""
-    calls: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, CallBegun):
-            calls.append(_begun(part))
-        elif isinstance(part, CallArguments):
-            calls[part.index]["function"]["arguments"] += part.text
-    return calls
+    return [_call(call.name, call.arguments) for call in calls_among(parts)]
 
 
 def call_delta(part: Part) -> dict[str, Any] | None:
     """What a part adds to a stream's calls."""
     if isinstance(part, CallBegun):
-        return {"index": part.index, **_begun(part)}
+        return {"index": part.index, **_call(part.name, "")}
     if isinstance(part, CallArguments):
         return {"index": part.index, "function": {"arguments": part.text}}
     return None
@@ -159,13 +152,13 @@ def call_delta(part: Part) -> dict[str, Any] | None:
 
 def ends_in_calls(parts: Sequence[Part]) -> bool:
     """Whether there are calls, and each of them is whole."""
-    begun = sum(isinstance(part, CallBegun) for part in parts)
-    return 0 < begun == sum(isinstance(part, CallEnded) for part in parts)
+    calls = calls_among(parts)
+    return bool(calls) and all(call.whole for call in calls)
 
 
-def _begun(part: CallBegun) -> dict[str, Any]:
+def _call(name: str, arguments: str) -> dict[str, Any]:
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": part.name, "arguments": ""},
+        "function": {"name": name, "arguments": arguments},
     }

@@ -164,36 +164,32 @@ _WISHES: Mapping[str, _Wish] = {
     "lora": _wish(_ADAPTERS),
     "lora_path": _wish(_ADAPTERS),
     "adapter_id": _wish(_ADAPTERS),
-}
-
-
-# Fields of the chat and completion routes that change an answer; a route that does not declare them
-# itself does not have them, and a value that asks for nothing passes.
-_ELSEWHERE: Mapping[str, _Wish] = {
-    name: _wish(f"this route has no {name}; /v1/chat/completions has", *neutral)
-    for name, neutral in {
-        "n": (1,),
-        "best_of": (1,),
-        "min_tokens": (0,),
-        "max_tokens": (),
-        "max_completion_tokens": (),
-        "top_k": (0, -1),
-        "min_p": (0, 0.0),
-        "presence_penalty": (0, 0.0),
-        "frequency_penalty": (0, 0.0),
-        "repetition_penalty": (1, 1.0),
-        "seed": (),
-        "stop": (),
-        "stop_token_ids": (),
-        "ignore_eos": (),
-        "logit_bias": (),
-        "allowed_token_ids": (),
-        "bad_words": (),
-        "prompt_logprobs": (),
-        "truncate_prompt_tokens": (),
-        "repetition_detection": (),
-        "response_format": ({"type": "text"},),
-    }.items()
+    # what the chat and completion routes have, where a route does not declare it itself
+    **{
+        name: _wish(f"this route has no {name}; /v1/chat/completions has", *neutral)
+        for name, neutral in {
+            "n": (1,),
+            "min_tokens": (0,),
+            "max_tokens": (),
+            "max_completion_tokens": (),
+            "top_k": (0, -1),
+            "min_p": (0,),
+            "presence_penalty": (0,),
+            "frequency_penalty": (0,),
+            "repetition_penalty": (1,),
+            "seed": (),
+            "stop": (),
+            "stop_token_ids": (),
+            "ignore_eos": (),
+            "logit_bias": (),
+            "allowed_token_ids": (),
+            "bad_words": (),
+            "prompt_logprobs": (),
+            "truncate_prompt_tokens": (),
+            "repetition_detection": (),
+            "response_format": ({"type": "text"},),
+        }.items()
+    },
 }
 
 
@@ -201,7 +197,7 @@ def refuse_unsupported_fields(fields: Mapping[str, Any] | None, n: int = 1) -> N
     """Raises Unsupported, naming the field and the reason. `fields`: those that a route does not
     declare itself; `best_of` may equal `n`."""
     for name, value in (fields or {}).items():
-        wish = _WISHES.get(name) or _ELSEWHERE.get(name)
+        wish = _WISHES.get(name)
         if wish is None or _is_neutral(wish, value) or (name == "best_of" and value == n):
             continue
         if wish.switch is not None and _is_off(wish.switch, fields or {}):

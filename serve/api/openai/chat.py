@@ -101,10 +101,11 @@ async def _told_apart(job: Job, tools: AskedTools | None, call: Call) -> Job:
     if tools is not None:
         calls = CALLS[config.tool_call_parser]
         job = replace(job, tools=tools.names, sampling=replace(sampling, grammar=tools.grammar))
-    form = AnswerFormat(reasoning=markers, calls=calls)
-    tail = await call.engine.tokenizer.decode(job.prompts[0][-_TAIL:], skip_special_tokens=False)
-    must_call = tools is not None and tools.must_call
-    opened = form.begins_in_reasoning(tail) and not must_call
+    form, opened = AnswerFormat(reasoning=markers, calls=calls), False
+    if markers is not None and not (tools is not None and tools.must_call):
+        tail = job.prompts[0][-_TAIL:]
+        text = await call.engine.tokenizer.decode(tail, skip_special_tokens=False)
+        opened = form.begins_in_reasoning(text)
     return replace(job, form=form, in_reasoning=opened)
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from serve.answers.check import is_panic
 from serve.engine.grammar.templates import Templates, fault_of
 from serve.engine.grammar.vocabulary import Vocabulary
 from serve.errors import RequestError
 from serve.messages import AddRequest
 from serve.scheduler.output import SchedulerOutput, StepResult
-from serve.worker.executor import TokenMask
+from serve.worker.executor import TokenMask, words_for
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Grammars:
         self, vocabulary: Vocabulary, vocab_size: int, timeout_s: float = COMPILE_TIMEOUT_S
     ) -> None:
         self._templates = Templates(vocabulary)
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = words_for(vocab_size)
         self._timeout_s = timeout_s
         self._compiling: dict[str, _Compiling] = {}
         self._states: dict[str, _State] = {}
@@ -140,7 +141,7 @@ class Grammars:
         except RequestError as error:
             return str(error)
         except BaseException as error:
-            if not _is_panic(error) and not isinstance(error, Exception):
+            if not is_panic(error) and not isinstance(error, Exception):
                 raise
             return "the grammar could not be compiled; see the server's log."
         state.advance(message.generated_token_ids)  # of a moved stream
@@ -200,11 +201,6 @@ def _panics_noted(state: _State) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _is_panic(error):
+        if not is_panic(error):
             raise
         state.error = f"panic: {error}"
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Rust's panics come as an exception of a type that cannot be imported, outside Exception."""
-    return type(error).__name__ == "PanicException"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
@@ -16,7 +15,6 @@ from serve.sampling_params import Grammar
 NUM_THREADS = 2
 MAX_TEMPLATES = 256
 """Compiled grammars that are kept; one takes some 4 KB, and what its text takes."""
-
 
 LIMITS = LLParserLimits(max_items_in_row=8_000, step_max_items=100_000)
 """Enough for 2,000 optional properties of one object, whose masks then take 40 ms; llguidance's own
@@ -38,7 +36,6 @@ class Templates:
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._reading = Lock()
-        self.compile_s: list[float] = []  # since someone last took them
 
     def get(self, grammar: Grammar) -> Future[LLMatcher]:
         """Its matcher, once it is compiled; or an InvalidRequest that says why there is none."""
@@ -56,13 +53,11 @@ class Templates:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         tokenizer = self._tokenizer(grammar.end_token_ids)
-        began = time.monotonic()
         matcher = LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a copy takes along what is worked out now
         if matcher.is_error():
             raise InvalidRequest(f"the form asked for cannot be used: {fault_of(matcher)}.")
-        self.compile_s.append(time.monotonic() - began)
         return matcher
 
     def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:

@@ -7,8 +7,15 @@ from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from serve.errors import InvalidRequest
+
 Vocabulary = Callable[[tuple[int, ...]], LLTokenizer]
 """The end tokens of a text → the vocabulary with these. Takes a second; for any thread."""
+
+
+def no_vocabulary(end_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """For an engine that is given none: a request with a grammar is refused."""
+    raise InvalidRequest("this engine knows no grammars.")
 
 
 class TokenTable:

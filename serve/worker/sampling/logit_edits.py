@@ -45,7 +45,7 @@ class LogitEditor:
         self._kernels = kernels
         self._columns = columns
         self._counts = counts
-        self._last_tokens = recent_tokens
+        self._recent_tokens = recent_tokens
         self._uploads = uploads
 
     def apply(
@@ -108,7 +108,7 @@ class LogitEditor:
         if index is None:
             return
         counts = [len(each.word_ends) for each in lists]
-        recent = self._last_tokens.of(np.repeat(rows, counts))
+        recent = self._recent_tokens.of(np.repeat(rows, counts))
         if drafts is not None:
             recent = drafts.follow(recent, np.repeat(where, counts))
         starts = np.full((sum(counts), recent.shape[1]), ANY_TOKEN, dtype=np.int64)

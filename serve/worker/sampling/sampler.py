@@ -16,7 +16,7 @@ from torch import Tensor
 
 from serve.kernels.sampling import LogprobTensors, SamplingKernels
 from serve.worker.device.device import Device, Uploads
-from serve.worker.executor import TokenMask
+from serve.worker.executor import TokenMask, words_for
 from serve.worker.sampling.drafts import Drafts
 from serve.worker.sampling.logit_edits import BANNED, LogitEditor
 from serve.worker.sampling.logprobs import score
@@ -30,7 +30,7 @@ from serve.worker.sampling.sampling_columns import (
     SamplingColumns,
     Wish,
 )
-from serve.worker.sampling.token_mask import WORD, mask_tokens
+from serve.worker.sampling.token_mask import mask_tokens
 
 _EDITS = Wish.ALLOWED | Wish.BAD_WORDS | Wish.BIAS | Wish.PENALTIES | Wish.MIN_TOKENS
 
@@ -116,7 +116,7 @@ class Sampler:
 
     def _keep_unmasked(self, logits: Tensor, mask: TokenMask) -> Tensor:
         """Apply a mask; its rows."""
-        num_words = -(-self._columns.vocab_size // WORD)
+        num_words = words_for(self._columns.vocab_size)
         assert mask.bits.shape == (len(mask.rows), num_words), (mask.bits.shape, num_words)
         rows, bits = self._uploads.send(mask.rows, mask.bits)
         self._mask(logits, rows, bits)

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from serve.scheduler.output import SchedulerOutput
-from serve.worker.executor import TokenMask
-
-WORD = 32
+from serve.worker.executor import MASK_WORD_BITS, TokenMask
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Leave these rows [M] of logits [S, vocab] the tokens whose bits [M, ceil(vocab / 32)] int32
     are 1, and -inf for the others. In place."""
-    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    shifts = torch.arange(MASK_WORD_BITS, dtype=torch.int32, device=bits.device)
     allowed = (bits[:, :, None] >> shifts) & 1
     excluded = allowed.flatten(1)[:, : logits.shape[1]] == 0
     logits[rows] = logits[rows].masked_fill_(excluded, -torch.inf)

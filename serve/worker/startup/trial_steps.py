@@ -9,7 +9,7 @@ import numpy as np
 from serve.kv_cache.block_copy import BlockCopy
 from serve.sampling_params import SamplingParams
 from serve.scheduler.output import RowData, ScheduledRequest, SchedulerOutput
-from serve.worker.executor import TokenMask
+from serve.worker.executor import TokenMask, words_for
 
 _MEASURED_TOKENS = 256
 
@@ -65,7 +65,7 @@ def open_mask(plan: SchedulerOutput, vocab_size: int) -> TokenMask | None:
     num_samples = sum(entry.num_samples for entry in plan.scheduled)
     if not num_samples:
         return None
-    bits = np.full((num_samples, -(-vocab_size // 32)), -1, dtype=np.int32)
+    bits = np.full((num_samples, words_for(vocab_size)), -1, dtype=np.int32)
     return TokenMask(np.arange(num_samples, dtype=np.int64), bits)
 
 
