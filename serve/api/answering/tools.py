@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from serve.answers.check import VERDICTS
+from serve.answers.check import VERDICTS, keywords_of
 from serve.answers.events import CallArguments, CallBegun, calls_among
 from serve.answers.known import CALLS
 from serve.answers.schemas import check_schema
@@ -25,11 +25,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AskedTools(NamedTuple):
-    """The names that may be called, and the grammar that holds the answer to it. `is_named`: the
-    request names the one to call, and its answer then ends with "stop" as OpenAI's does."""
+    """The names that may be called, and the grammar that holds the answer to it. `relaxed`: the
+    places of their schemas that it is not held to. `is_named`: the request names the one to call,
+    and its answer then ends with "stop" as OpenAI's does."""
 
     names: tuple[str, ...]
     grammar: Grammar
+    relaxed: tuple[str, ...]
     is_named: bool
     must_call: bool
 
@@ -49,8 +51,6 @@ async def asked_tools(body: ChatCompletionRequest, config: ServerConfig) -> Aske
             "out, or set tool_choice to 'none'.",
             param="tools",
         )
-    if body.response_format is not None or body.structured_outputs is not None:
-        raise Unsupported("tools and a form of the answer exclude each other.", param="tools")
     # Large schemas take long, which nobody else shall wait for.
     return await asyncio.to_thread(_asked, body.tools, choice, body, config)
 
@@ -62,25 +62,32 @@ def _asked(
         raise InvalidRequest(
             f"tools has {len(listed)} entries, at most {MAX_TOOLS}.", param="tools"
         )
-    tools = [_tool(tool, f"tools.{i}", config) for i, tool in enumerate(listed)]
-    names = [tool.name for tool in tools]
+    checked = [_tool(tool, i, config) for i, tool in enumerate(listed)]
+    names = [tool.name for tool, _ in checked]
     if len(set(names)) < len(names):
         raise InvalidRequest("tools must have different names.", param="tools")
     mode, allowed = _choice(choice, names)
-    chosen = [tool for tool in tools if tool.name in allowed]
-    wish = ToolWish(
-        chosen, mode != "auto", body.parallel_tool_calls is not False and mode != "named"
-    )
+    chosen = [(tool, relaxed) for tool, relaxed in checked if tool.name in allowed]
+    tools = [tool for tool, _ in chosen]
+    parallel = body.parallel_tool_calls is not False and mode != "named"
+    wish = ToolWish(tools, mode != "auto", parallel)
     text = calls_form(CALLS[config.tool_call_parser], wish)
-    fault = VERDICTS.of(text).error
-    if fault is not None:
-        raise InvalidRequest(f"tools cannot be held to: {fault}.", param="tools")
+    verdict = VERDICTS.of(text)
+    if verdict.error is not None:
+        raise InvalidRequest(f"tools cannot be held to: {verdict.error}.", param="tools")
+    places = [place for _, relaxed in chosen for place in relaxed]
     return AskedTools(
-        tuple(tool.name for tool in chosen), Grammar(text=text), mode == "named", wish.must_call
+        names=tuple(tool.name for tool in tools),
+        grammar=Grammar(text=text),
+        relaxed=(*places, *keywords_of(verdict.warnings)),
+        is_named=mode == "named",
+        must_call=wish.must_call,
     )
 
 
-def _tool(tool: Any, path: str, config: ServerConfig) -> Tool:
+def _tool(tool: Any, number: int, config: ServerConfig) -> tuple[Tool, list[str]]:
+    """A tool, and the places of its schema, from the request's root, that cannot be held to."""
+    path = f"tools.{number}"
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise InvalidRequest(
@@ -101,7 +108,8 @@ def _tool(tool: Any, path: str, config: ServerConfig) -> Tool:
     strict = bool(function.get("strict")) or config.strict_schemas
     checked = check_schema(schema, field, strict=strict, max_bytes=config.max_schema_bytes)
     kept = checked.schema if isinstance(checked.schema, dict) else {}
-    return Tool(name, {"type": "object", **kept}, lenient=not strict)
+    places = [f"/tools/{number}/function/parameters{place}" for place in checked.relaxed]
+    return Tool(name, {"type": "object", **kept}, lenient=not strict), places
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:

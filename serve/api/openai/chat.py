@@ -75,6 +75,8 @@ async def _prepared(body: ChatCompletionRequest, call: Call, *, apart: bool) -> 
     field = _limit_field(body)
     limit = Limit(field, getattr(body, field), least=1)
     wish = await wishes(body, call, limit, _logprob_wish(body, call))
+    if tools is not None and wish.sampling.grammar is not None:
+        raise Unsupported("tools and a form of the answer exclude each other.", param="tools")
     told = body.tools if tools is not None else None
     prompt = await conversation_ids(body.messages, body, call.engine.tokenizer, config, told)
     job = wish.job(call, [truncated(prompt, body, call.engine)], "messages")
@@ -100,7 +102,12 @@ async def _told_apart(job: Job, tools: AskedTools | None, call: Call) -> Job:
     calls = None
     if tools is not None:
         calls = CALLS[config.tool_call_parser]
-        job = replace(job, tools=tools.names, sampling=replace(sampling, grammar=tools.grammar))
+        job = replace(
+            job,
+            tools=tools.names,
+            sampling=replace(sampling, grammar=tools.grammar),
+            relaxed=tools.relaxed,
+        )
     form, opened = AnswerFormat(reasoning=markers, calls=calls), False
     if markers is not None and not (tools is not None and tools.must_call):
         tail = job.prompts[0][-_TAIL:]

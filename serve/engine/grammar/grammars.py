@@ -143,6 +143,7 @@ class Grammars:
         except BaseException as error:
             if not is_panic(error) and not isinstance(error, Exception):
                 raise
+            logger.error("a grammar could not be compiled", exc_info=error)
             return "the grammar could not be compiled; see the server's log."
         state.advance(message.generated_token_ids)  # of a moved stream
         self._states[message.request_id] = state

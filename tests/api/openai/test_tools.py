@@ -167,6 +167,9 @@ def test_results_of_calls_go_back_into_the_conversation(server: Server) -> None:
          "tool_choice.allowed_tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"structured_outputs": {"regex": "a"}}, "tools"),
+        ({"guided_json": SCHEMA}, "tools"),
+        ({"grammar": 'root ::= "a"'}, "tools"),
     ],
 )  # fmt: skip
 def test_too_02_what_cannot_be_kept_to_is_refused_by_name(
@@ -175,6 +178,24 @@ def test_too_02_what_cannot_be_kept_to_is_refused_by_name(
     refused = post(server, **fields)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
+
+
+def test_a_response_format_of_text_asks_for_no_form(server: Server) -> None:
+    server.script = ADD
+    assert whole(server, response_format={"type": "text"})["reasons"] == ["tool_calls"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_tool_s_schema_is_not_held_to_is_told(server: Server, stream: bool) -> None:
+    server.script = "Hello"
+    listed = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"l": listed}}}
+    tools = [TOOLS[1], {"type": "function", "function": function}]
+    answer = post(server, tools=tools, stream=stream)
+    assert answer.status_code == 200, answer.text
+    place = "/tools/1/function/parameters/properties/l/uniqueItems"
+    assert answer.headers["x-serve-relaxed"] == place
+    assert "x-serve-relaxed" not in post(server, tools=TOOLS).headers
 
 
 def test_allowed_tools_are_the_only_ones(server: Server) -> None:
