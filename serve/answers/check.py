@@ -11,6 +11,7 @@ from typing import NamedTuple
 from llguidance import LLMatcher
 
 _MAX_VERDICTS = 1000
+_MAX_FAULT_CHARS = 2000  # it quotes what is at fault, which may be all of a large grammar
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", re.MULTILINE)
 _QUOTE = re.compile(r"^\s*(\d+ \||\^)")
 _UNKNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -72,5 +73,5 @@ def _judge(grammar: str) -> Verdict:
         return Verdict("it cannot be compiled.", ())
     if is_error:
         lines = [line for line in messages[0].splitlines() if not _QUOTE.match(line)]
-        return Verdict(_PLACE.sub("", "\n".join(lines)).strip(), ())
+        return Verdict(_PLACE.sub("", "\n".join(lines)).strip()[:_MAX_FAULT_CHARS], ())
     return Verdict(None, tuple(messages))
